@@ -1,0 +1,1 @@
+"""Tools that tie the book to the package."""

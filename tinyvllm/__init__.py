@@ -1,0 +1,1 @@
+"""tinyvllm: a GPT-2 serving engine built one notebook at a time."""
