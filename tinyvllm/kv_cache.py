@@ -139,10 +139,11 @@ class KVCacheManager:
         Returns:
             The blocks taken, or None if the free blocks do not suffice; then nothing changes.
         """
-        num_tokens = seq.num_computed_tokens + len(hits) * self.block_size + num_new_tokens
+        block_size = self.block_size
+        num_tokens = seq.num_computed_tokens + len(hits) * block_size + num_new_tokens
         table = self.tables.get(seq.seq_id)
         taken: list[Block] = []
-        if table is None or num_tokens > len(table.blocks) * self.block_size:
+        if table is None or num_tokens > len(table.blocks) * block_size:
             needed = self.num_blocks_to_take(seq, num_tokens, hits)
             reserved = needed
             if full_sequence_must_fit:
@@ -155,7 +156,7 @@ class KVCacheManager:
                 table = self.tables[seq.seq_id] = BlockTable(list(hits))
             taken = self.pool.take(self.num_blocks_for(num_tokens) - len(table.blocks))
             table.blocks += taken
-        if self.enable_caching and num_tokens // self.block_size > table.num_published:
+        if self.enable_caching and num_tokens // block_size > table.num_published:
             self._publish_full_blocks(seq, table, num_tokens)
         return taken
 

@@ -165,7 +165,9 @@ class Scheduler:
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
             start = seq.num_computed_tokens
-            num_tokens = min(seq.num_tokens - start, threshold, budget, position_limit - start)
+            num_tokens = seq.num_tokens - start
+            if num_tokens > 1:  # a decode is never cut short
+                num_tokens = min(num_tokens, threshold, budget, position_limit - start)
             index += 1
             if num_tokens <= 0:
                 continue
@@ -230,6 +232,16 @@ class Scheduler:
             seq.num_computed_tokens = end = start + num_tokens
             if end == seq.num_tokens:
                 plan.sampling.append(seq)
+
+    def rollback(self, plan: SchedulerOutput):
+        """Undo a planned step that the model did not execute, e.g. after an interrupt.
+
+        Its sequences go back to wait: the slots they were promised hold nothing.
+        """
+        for seq, start, _ in plan.scheduled:
+            seq.num_computed_tokens = start
+        for seq, _, _ in plan.scheduled:
+            self._preempt(SchedulerOutput(), seq)
 
     def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled tokens and let go of sequences that are finished.

@@ -123,7 +123,8 @@ class Sequence:
             self.status = SequenceStatus.FINISHED_STOPPED
             self.stop_reason = token_id
             return True
-        if self.num_tokens >= max_model_len or self.num_output_tokens == params.max_tokens:
+        num_output_tokens = self.num_tokens - self.num_prompt_tokens
+        if num_output_tokens == params.max_tokens or self.num_tokens >= max_model_len:
             self.status = SequenceStatus.FINISHED_LENGTH
             return True
         return False

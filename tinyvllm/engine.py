@@ -1,0 +1,327 @@
+"""The engine: plan, execute, update, and tell. It knows tokens, not text.
+
+Built, step by step, in notebooks/07_engine.ipynb.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Protocol
+
+import numpy as np
+
+from tinyvllm.config import EngineConfig
+from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput, flatten
+from tinyvllm.kv_cache import KVCacheManager
+from tinyvllm.request import INT64_MAX, INT64_MIN, CompletionOutput, GenerationOutput, Request
+from tinyvllm.scheduler import Scheduler, SchedulerOutput
+from tinyvllm.sequence import Sequence
+
+
+class ModelRunner(Protocol):
+    """What the engine asks of a model: tensors in, tokens out, no policy.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: the most tokens of a sequence that the model can take.
+        num_blocks: blocks of its KV cache, the null block included.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+
+    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+        """Run the model over the batch and sample the rows of `batch.logits_indices`."""
+
+
+class MockModelRunner:
+    """A model without a network: the next token is a hash of the tokens that came before.
+
+    It is honest about memory. Every token and its position is stored by `slot_mapping`, and
+    the context is read back through `block_table` alone, so a wrong slot, table, position or
+    a block shared by mistake changes the answer.
+
+    Args:
+        vocab_size: ids are drawn from 0 to vocab_size - 1.
+        num_blocks, block_size: of the KV cache.
+        max_model_len: the most tokens of a sequence.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 1000,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_model_len: int = 1024,
+    ):
+        self.vocab_size = vocab_size
+        self.num_blocks = num_blocks
+        self.max_model_len = max_model_len
+        self.slots = np.full((num_blocks, block_size, 2), -1, np.int64)  # (token, position)
+
+    def next_token(self, token_ids: list[int]) -> int:
+        """The token that follows these: the oracle, without any cache."""
+        context = np.stack([np.array(token_ids), np.arange(len(token_ids))], axis=1)
+        digest = blake2b(context.astype(np.int64).tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.vocab_size
+
+    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+        """Store the batch's tokens, then answer each sampled row from what its table reads."""
+        flat = self.slots.reshape(-1, 2)
+        flat[batch.slot_mapping] = np.stack([batch.input_ids, batch.positions], axis=1)
+        sampled = []
+        for row in np.searchsorted(batch.query_start_loc, batch.logits_indices, "right") - 1:
+            context = self.slots[batch.block_table[row]].reshape(-1, 2)[: batch.seq_lens[row]]
+            digest = blake2b(context.tobytes(), digest_size=8).digest()
+            sampled.append(int.from_bytes(digest, "little") % self.vocab_size)
+        return ModelRunnerOutput(sampled)
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """What one step did, for traces, figures and metrics. All ids are sequence ids.
+
+    Attributes:
+        step: number of the step, from 0.
+        time: seconds on the monotonic clock when the step ended.
+        scheduled: (id, start position, number of tokens), in execution order.
+        new, resumed, preempted: ids.
+        hits: tokens found in the prefix cache, of each admitted sequence.
+        sampled: the token each sequence got.
+        finished: finish reason of each sequence that ended in this step.
+        block_ids: block table of each scheduled sequence, as the model saw it.
+        num_running, num_waiting, free_blocks: after the step.
+    """
+
+    step: int
+    time: float
+    scheduled: list[tuple[str, int, int]]
+    new: list[str]
+    resumed: list[str]
+    preempted: list[str]
+    hits: dict[str, int]
+    sampled: dict[str, int]
+    finished: dict[str, str]
+    block_ids: dict[str, list[int]]
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+
+
+def _as_int64(number: int) -> int:
+    """Wrap around like a 64-bit integer: the seed after the largest is the smallest."""
+    return (number - INT64_MIN) % 2**64 + INT64_MIN
+
+
+class Engine:
+    """Serves many requests at once; each `step` advances everything that is scheduled.
+
+    Args:
+        config: the settings; `max_model_len` may still be open.
+        runner: executes batches; it owns the KV cache.
+        eos_token_id: the model's end-of-sequence token; None if it has none.
+
+    Attributes:
+        observers: called with a `StepEvent` after every step.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, eos_token_id: int | None = None):
+        self.config = config.resolve(runner.max_model_len)
+        self.runner = runner
+        self.kv = KVCacheManager(
+            runner.num_blocks, self.config.block_size, self.config.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(self.config, self.kv, eos_token_id)
+        self.observers: list[Callable[[StepEvent], None]] = []
+        self.num_steps = 0
+        self._outputs: dict[str, GenerationOutput] = {}  # of requests that are alive
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._undelivered: list[GenerationOutput] = []  # refused since the last step
+        self._num_arrived = 0
+        self._seeds = random.Random(self.config.seed)
+
+    def add_request(self, request: Request):
+        """Accept a request. One that cannot be served does not raise and harms nobody: the
+        next `step` returns its output with `error` set.
+
+        Raises:
+            ValueError: the request id is in use.
+        """
+        request_id = request.request_id
+        if request_id in self._outputs:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        params = request.sampling_params
+        output = GenerationOutput(request_id, request.prompt, request.prompt_token_ids)
+        output.error = self._refusal(request)
+        if output.error is not None:
+            output.finished = True
+            self._undelivered.append(output)
+            return
+        seed = params.seed
+        if seed is None:
+            seed = self._seeds.randint(INT64_MIN, INT64_MAX)
+        ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        for seq_id in ids:
+            if seq_id in self.scheduler.sequences:
+                raise ValueError(f"request_id {request_id!r} needs sequence id {seq_id!r}: in use")
+        sequences = []
+        for index, seq_id in enumerate(ids):
+            seq = Sequence(seq_id, request, index, self._num_arrived, _as_int64(seed + index))
+            self._num_arrived += 1
+            self.scheduler.add(seq)
+            sequences.append(seq)
+            output.outputs.append(CompletionOutput(index))
+        self._outputs[request_id] = output
+        self._sequences[request_id] = sequences
+
+    def _refusal(self, request: Request) -> str | None:
+        """Why a request can never be served; None if it can."""
+        prompt, vocab_size = request.prompt_token_ids, self.runner.vocab_size
+        max_model_len = self.config.max_model_len
+        if not prompt:
+            return "prompt_token_ids must hold at least one token, got none"
+        for token_id in prompt:
+            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                return (
+                    f"prompt_token_ids must be integers from 0 to {vocab_size - 1}, "
+                    f"got {token_id!r}"
+                )
+        if len(prompt) + 1 > max_model_len:
+            return (
+                f"prompt_token_ids must hold at most {max_model_len - 1} tokens "
+                f"(max_model_len {max_model_len} less one to generate), got {len(prompt)}"
+            )
+        max_tokens = request.sampling_params.max_tokens or max_model_len
+        longest = min(len(prompt) + max_tokens, max_model_len)
+        # The last token of a sequence needs no slot: nothing comes after it.
+        needed, usable = self.kv.num_blocks_for(longest - 1), self.kv.num_usable_blocks
+        if needed > usable:
+            return (
+                f"max_tokens {request.sampling_params.max_tokens} after a prompt of {len(prompt)} "
+                f"tokens may need {needed} KV blocks, the cache has {usable}: lower max_tokens to "
+                f"at most {usable * self.config.block_size + 1 - len(prompt)} or add blocks"
+            )
+        return None
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a further `step` has anything to do or to deliver."""
+        return bool(self._outputs or self._undelivered)
+
+    def step(self) -> list[GenerationOutput]:
+        """Advance every scheduled sequence, and return the outputs that changed.
+
+        An output is the request's own and grows from step to step; copy what must not change.
+        """
+        delivered, self._undelivered = self._undelivered, []
+        if not self._outputs:
+            return delivered
+        plan = self.scheduler.schedule()
+        token_ids = self._execute(plan)
+        sampled = list(zip(plan.sampling, token_ids, strict=True))
+        # The model saw the tables as they are now; `update` takes those of the finished away.
+        block_ids = {}
+        if self.observers:
+            block_ids = {seq.seq_id: self.kv.block_ids(seq) for seq, _, _ in plan.scheduled}
+        finished = self.scheduler.update(plan, token_ids)
+        changed = self._record(sampled, finished)
+        self._notify(plan, sampled, finished, block_ids)
+        self.num_steps += 1
+        return delivered + changed
+
+    def _execute(self, plan: SchedulerOutput) -> list[int]:
+        """Run the model over the plan; one token for each sequence in `plan.sampling`."""
+        if not plan.scheduled:  # under priority a step may do nothing but preempt
+            return []
+        try:
+            return self.runner.execute(flatten(plan, self.kv)).sampled_token_ids
+        except BaseException:  # an interrupt too: no block may promise what it does not hold
+            self.scheduler.rollback(plan)
+            raise
+
+    def _record(
+        self, sampled: list[tuple[Sequence, int]], finished: list[Sequence]
+    ) -> list[GenerationOutput]:
+        """Write the step's tokens into the outputs; return those that changed, once each."""
+        changed = {}
+        for seq, token_id in sampled:
+            output = self._outputs[seq.request.request_id]
+            output.outputs[seq.index].token_ids.append(token_id)
+            if seq.index == 0:
+                output.num_cached_tokens = seq.num_cached_tokens
+            changed[output.request_id] = output
+        for seq in finished:
+            output = self._outputs[seq.request.request_id]
+            completion = output.outputs[seq.index]
+            completion.finish_reason = seq.finish_reason
+            completion.stop_reason = seq.stop_reason
+            if all(completion.finished for completion in output.outputs):
+                output.finished = True
+                self._forget(output.request_id)
+        return list(changed.values())
+
+    def _forget(self, request_id: str):
+        del self._outputs[request_id]
+        del self._sequences[request_id]
+
+    def _notify(
+        self,
+        plan: SchedulerOutput,
+        sampled: list[tuple[Sequence, int]],
+        finished: list[Sequence],
+        block_ids: dict[str, list[int]],
+    ):
+        if not self.observers:
+            return
+        starts = {seq.seq_id: start for seq, start, _ in plan.scheduled}
+        event = StepEvent(
+            step=self.num_steps,
+            time=time.monotonic(),
+            scheduled=[(seq.seq_id, start, num) for seq, start, num in plan.scheduled],
+            new=[seq.seq_id for seq in plan.new],
+            resumed=[seq.seq_id for seq in plan.resumed],
+            preempted=[seq.seq_id for seq in plan.preempted],
+            hits={seq.seq_id: starts[seq.seq_id] for seq in plan.new + plan.resumed},
+            sampled={seq.seq_id: token_id for seq, token_id in sampled},
+            finished={seq.seq_id: seq.finish_reason for seq in finished},
+            block_ids=block_ids,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            free_blocks=self.kv.num_free_blocks,
+        )
+        for observer in self.observers:
+            observer(event)
+
+    def abort(self, request_id: str) -> GenerationOutput | None:
+        """End a request early, in whatever state it is; no later `step` mentions it.
+
+        Returns its output so far, or None if no such request is alive (abort it twice, or
+        after it finished, and nothing happens).
+        """
+        output = self._outputs.get(request_id)
+        if output is None:
+            return None
+        for seq in self._sequences[request_id]:
+            if self.scheduler.abort(seq.seq_id):
+                output.outputs[seq.index].finish_reason = seq.finish_reason
+        output.finished = True
+        self._forget(request_id)
+        return output
+
+    def explain(self, request_id: str) -> str:
+        """Say where a request is and what it waits for, one sentence for each live sequence.
+
+        Raises:
+            KeyError: no such request is alive.
+        """
+        if request_id not in self._sequences:
+            raise KeyError(f"no request {request_id!r} is alive")
+        seq_ids = [seq.seq_id for seq in self._sequences[request_id] if not seq.status.finished]
+        return "\n".join(f"{seq_id}: {self.scheduler.explain(seq_id)}" for seq_id in seq_ids)
+
+    def check_invariants(self):
+        """Raise an AssertionError that names the first broken rule. Call it between steps."""
+        self.scheduler.check_invariants()
+        self.kv.check_invariants(self.scheduler.running)
