@@ -21,11 +21,11 @@ def pytest_collection_modifyitems(config, items):
         return
     from book.tools.refresh import has_cuda
 
-    for item in items:
-        if not hasattr(item, "cell"):
-            continue
+    cells = [item for item in items if hasattr(item, "cell")]
+    for notebook in {item.parent for item in cells}:
         # A warning is no part of what a cell shows; refresh does not save it.
-        item.parent.skip_compare = (*item.parent.skip_compare, "stderr")
+        notebook.skip_compare = (*notebook.skip_compare, "stderr")
+    for item in cells:
         tags = item.cell.metadata.get("tags", [])
         if "gpu" in tags and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))

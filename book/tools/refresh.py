@@ -213,7 +213,7 @@ async def refresh_one(path: Path, check: bool) -> str:
         return str(error)
     for cell in fresh.cells:
         for output in cell.get("outputs", []):
-            if output.get("name") == "stderr":
+            if not check and output.get("name") == "stderr":
                 first = output.text.strip().split("\n")[0]
                 print(f"{path.name}, cell {cell.id}: dropped from stderr: {first}")
     normalise(fresh, chapter_number(path))
