@@ -215,12 +215,20 @@ class Engine:
 
         An output is the request's own and grows from step to step; copy what must not change.
         """
-        delivered, self._undelivered = self._undelivered, []
-        if not self._outputs:
-            return delivered
+        changed = self._advance() if self._outputs else []
+        refused, self._undelivered = self._undelivered, []
+        return refused + changed
+
+    def _advance(self) -> list[GenerationOutput]:
+        """Plan, execute, update: one step of everything that is alive."""
         plan = self.scheduler.schedule()
         token_ids = self._execute(plan)
-        sampled = list(zip(plan.sampling, token_ids, strict=True))
+        # A sequence may have been aborted while the model ran; its token is dropped.
+        sampled = [
+            (seq, token_id)
+            for seq, token_id in zip(plan.sampling, token_ids, strict=True)
+            if not seq.status.finished
+        ]
         # The model saw the tables as they are now; `update` takes those of the finished away.
         block_ids = {}
         if self.observers:
@@ -229,7 +237,7 @@ class Engine:
         changed = self._record(sampled, finished)
         self._notify(plan, sampled, finished, block_ids)
         self.num_steps += 1
-        return delivered + changed
+        return changed
 
     def _execute(self, plan: SchedulerOutput) -> list[int]:
         """Run the model over the plan; one token for each sequence in `plan.sampling`."""

@@ -238,9 +238,10 @@ class Scheduler:
 
         Its sequences go back to wait: the slots they were promised hold nothing.
         """
-        for seq, start, _ in plan.scheduled:
+        undone = [entry for entry in plan.scheduled if entry[0].status is SequenceStatus.RUNNING]
+        for seq, start, _ in undone:
             seq.num_computed_tokens = start
-        for seq, _, _ in plan.scheduled:
+        for seq, _, _ in undone:
             self._preempt(SchedulerOutput(), seq)
 
     def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[Sequence]:
