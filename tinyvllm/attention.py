@@ -1,0 +1,228 @@
+"""Paged attention: K/V in blocks, read through a block table, on the CPU.
+
+Built, step by step, in notebooks/09_attention.ipynb.
+"""
+
+import threading
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import get_num_threads, njit, prange
+from torch import Tensor
+
+from tinyvllm.execution_batch import ExecutionBatch
+
+
+class PagedKVCache:
+    """Keys and values of every layer, in blocks of `block_size` tokens.
+
+    `keys` and `values` are `[num_layers, num_blocks, block_size, num_heads, head_size]`. A slot
+    is one token's place: `block * block_size + offset`. Block 0 is the null block, the harmless
+    target of padding. Which block belongs to whom is the control plane's business (chapter 5).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ):
+        shape = (num_layers, num_blocks, block_size, num_heads, head_size)
+        self.block_size = block_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_block(
+        num_layers: int, block_size: int, num_heads: int, head_size: int, dtype: torch.dtype
+    ) -> int:
+        """Memory that one block takes, keys and values of all layers together."""
+        return 2 * num_layers * block_size * num_heads * head_size * dtype.itemsize
+
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write `[T, H, D]` keys and values of one layer to the slots `int64 [T]`."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+    def gather(self, layer: int, block_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[length, H, D]` of one sequence, copied out of its blocks."""
+        keys = self.keys[layer, block_ids].flatten(0, 1)[:length]
+        values = self.values[layer, block_ids].flatten(0, 1)[:length]
+        return keys, values
+
+
+def reference_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scale: float,
+) -> Tensor:
+    """The definition that every kernel is tested against: plain, in float32, one query a time.
+
+    query `[T, H, D]` over flat tokens; key_cache, value_cache `[num_blocks, block_size, H, D]`
+    of one layer; query_start_loc `[S + 1]`; seq_lens `[S]`, the keys visible to the last query
+    of each sequence; block_table `[S, max_blocks]`. Returns `[T, H, D]` in query's dtype.
+    A query at position p of its sequence sees the keys 0..p and no others.
+    """
+    block_size = key_cache.shape[1]
+    output = torch.empty_like(query)
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        start, end = query_start_loc[seq : seq + 2].tolist()
+        for row in range(start, end):
+            position = seq_len - (end - row)
+            keys = torch.arange(position + 1, device=query.device)
+            blocks, offsets = block_table[seq, keys // block_size].long(), keys % block_size
+            k = key_cache[blocks, offsets].float()  # [position + 1, H, D]
+            v = value_cache[blocks, offsets].float()
+            scores = torch.einsum("hd,khd->hk", query[row].float(), k) * scale
+            output[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v).to(query.dtype)
+    return output
+
+
+@njit(parallel=True, cache=True, fastmath={"reassoc", "contract"})
+def paged_decode_kernel(
+    output,  # float32 [S, H, D]
+    query,  # float32 [S, H, D]
+    key_cache,  # float32 [num_blocks, block_size, H, D]
+    value_cache,
+    block_table,  # int32 [S, max_blocks]
+    seq_lens,  # int32 [S]
+    scale,  # float32
+    splits,  # programs per sequence; each takes a run of heads
+):
+    """Attention of one query token a sequence, over its blocks, with an online softmax.
+
+    A program is one sequence and a run of its heads. It walks over the block table once and
+    keeps, per head, the largest score so far, the sum of the weights and the weighted sum of
+    the values; a larger score rescales the last two. Nothing of another sequence is read, and
+    a head's arithmetic does not depend on `splits`: a row is the same bits in any batch.
+    vLLM: `attention/ops/triton_unified_attention.py`.
+    """
+    block_size, num_heads, head_size = key_cache.shape[1], query.shape[1], query.shape[2]
+    for program in prange(len(seq_lens) * splits):
+        seq, split = program // splits, program % splits
+        first, last = num_heads * split // splits, num_heads * (split + 1) // splits
+        best = np.full(num_heads, -np.inf, np.float32)
+        total = np.zeros(num_heads, np.float32)
+        mixed = np.zeros((num_heads, head_size), np.float32)
+        weights = np.empty((num_heads, block_size), np.float32)
+        for start in range(0, seq_lens[seq], block_size):
+            block = block_table[seq, start // block_size]
+            filled = min(block_size, seq_lens[seq] - start)
+            # Slot by slot, all heads of a slot: the order in which the keys lie in memory.
+            for slot in range(filled):
+                for head in range(first, last):
+                    score = np.float32(0)
+                    for d in range(head_size):
+                        score += query[seq, head, d] * key_cache[block, slot, head, d]
+                    weights[head, slot] = score * scale
+            for head in range(first, last):
+                largest = best[head]
+                for slot in range(filled):
+                    largest = max(largest, weights[head, slot])
+                shrink = np.exp(best[head] - largest)
+                best[head] = largest
+                total[head] *= shrink
+                for d in range(head_size):
+                    mixed[head, d] *= shrink
+                for slot in range(filled):
+                    weights[head, slot] = np.exp(weights[head, slot] - largest)
+                    total[head] += weights[head, slot]
+            for slot in range(filled):
+                for head in range(first, last):
+                    for d in range(head_size):
+                        mixed[head, d] += weights[head, slot] * value_cache[block, slot, head, d]
+        for head in range(first, last):
+            for d in range(head_size):
+                output[seq, head, d] = mixed[head, d] / total[head]
+
+
+# numba's plainest thread pool ends the process when two threads start kernels at once. One
+# kernel uses all cores anyway, so two engines in one process take turns.
+KERNEL_LOCK = threading.Lock()
+
+
+def paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    scale: float,
+) -> Tensor:
+    """`paged_decode_kernel` for float32 CPU tensors: query `[S, H, D]`, one row a sequence."""
+    output = torch.empty_like(query)
+    # Whole sequences read memory in order. Heads are split when that would leave cores idle.
+    threads = get_num_threads()
+    splits = 1 if len(seq_lens) >= threads else min(threads, query.shape[1])
+    arrays = (t.numpy() for t in (output, query, key_cache, value_cache))
+    with KERNEL_LOCK:
+        paged_decode_kernel(*arrays, block_table, seq_lens, np.float32(scale), splits)
+    return output
+
+
+class PagedAttention:
+    """One step's attention: the `attend` that the model calls once per layer.
+
+    Stores the step's keys and values, then answers from the cache: sequences with one query
+    token by the decode kernel, longer chunks by PyTorch's fused attention, one sequence at a
+    time. Off the CPU, or in 16 bits, every sequence takes the second way.
+    """
+
+    def __init__(self, cache: PagedKVCache, batch: ExecutionBatch):
+        self.cache = cache
+        device = cache.keys.device
+        self.slot_mapping = torch.from_numpy(batch.slot_mapping).to(device)
+        query_lens = np.diff(batch.query_start_loc)
+        kernel = device.type == "cpu" and cache.keys.dtype == torch.float32
+        decodes = np.flatnonzero(query_lens == 1) if kernel else np.empty(0, np.int64)
+        self.decode_rows = torch.from_numpy(batch.query_start_loc[decodes]).long()
+        self.decode_table = batch.block_table[decodes]
+        self.decode_lens = batch.seq_lens[decodes]
+        self.chunks = [
+            self.chunk(batch, seq, device)
+            for seq in range(len(query_lens))
+            if not (kernel and query_lens[seq] == 1)
+        ]
+
+    def chunk(self, batch: ExecutionBatch, seq: int, device: torch.device) -> tuple:
+        """What one sequence's chunk needs in every layer: rows, block ids, length and mask."""
+        start, end = batch.query_start_loc[seq : seq + 2].tolist()
+        length = int(batch.seq_lens[seq])
+        blocks = -(-length // self.cache.block_size)
+        block_ids = torch.from_numpy(batch.block_table[seq, :blocks]).long().to(device)
+        # Causal by absolute position: the chunk's first query stands at length - (end - start).
+        keys = torch.arange(length, device=device)
+        mask = keys <= keys[length - (end - start) :, None]  # [queries, keys]
+        return slice(start, end), block_ids, length, mask
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """`[T, H, D]` query, key, value of one layer in, `[T, H, D]` out."""
+        self.cache.store(layer, key, value, self.slot_mapping)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for rows, block_ids, length, mask in self.chunks:
+            keys, values = self.cache.gather(layer, block_ids, length)
+            # scaled_dot_product_attention wants heads first: [H, tokens, D].
+            q, k, v = (t.transpose(0, 1) for t in (query[rows], keys, values))
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            output[rows] = mixed.transpose(0, 1)
+        if len(self.decode_lens):
+            output[self.decode_rows] = paged_decode(
+                query[self.decode_rows],
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                self.decode_table,
+                self.decode_lens,
+                scale,
+            )
+        return output

@@ -1,0 +1,458 @@
+"""GPT-2 over flat tokens: one file, Hugging Face's weight names, no padding and no cache inside.
+
+Built, step by step, in notebooks/08_gpt2.ipynb.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+# Attention as the model sees it: (layer, query, key, value, scale) -> output, all [T, H, D].
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+
+class ModelLoadError(ValueError):
+    """A checkpoint cannot be used; the message names the file and the tensor or field."""
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """The fields of a GPT-2 `config.json` that change what is computed (HF: `GPT2Config`)."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    tie_word_embeddings: bool = True
+    eos_token_id: int | None = 50256
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if self.n_inner is not None and (not isinstance(self.n_inner, int) or self.n_inner < 1):
+            raise ValueError(f"n_inner must be null or an integer >= 1, got {self.n_inner!r}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
+        if self.activation_function not in ACTIVATIONS:
+            raise ValueError(
+                f"activation_function must be one of {', '.join(ACTIVATIONS)}; "
+                f"got {self.activation_function!r}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the hidden layer of the MLP: four times `n_embd` unless `n_inner` says."""
+        return self.n_inner or 4 * self.n_embd
+
+    def attention_scale(self, layer: int) -> float:
+        """What the dot product of query and key is multiplied by in this layer.
+
+        `reorder_and_upcast_attn`, the remaining switch of Hugging Face's attention, changes the
+        precision of that product only. Our attention always computes it in float32.
+        """
+        scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
+        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "GPT2Config":
+        """Read a parsed `config.json`; a model that is not GPT-2 raises `ValueError`."""
+        kind = data.get("model_type", "gpt2")
+        if kind != "gpt2":
+            raise ValueError(f"model_type must be 'gpt2', got {kind!r}")
+        if data.get("add_cross_attention"):
+            raise ValueError("add_cross_attention must be false: this engine has no encoder")
+        missing = [name for name in ("n_layer", "n_head", "n_embd") if name not in data]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing: this is not a GPT-2 config")
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> "GPT2Config":
+        """Read `folder/config.json`; every problem is a `ModelLoadError` that names the file."""
+        path = Path(folder) / "config.json"
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ModelLoadError(f"{path}: no such file; is this a model folder?") from None
+        except ValueError as error:  # bad JSON, or a field out of range
+            raise ModelLoadError(f"{path}: {error}") from None
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the checkpoint with its shape, as Hugging Face stores it.
+
+        `Conv1D` weights are `[inputs, outputs]`, the transpose of `nn.Linear`.
+        """
+        d, inner = self.n_embd, self.inner_size
+        shapes = {"wte.weight": (self.vocab_size, d), "wpe.weight": (self.n_positions, d)}
+        for layer in range(self.n_layer):
+            block = {
+                "ln_1.weight": (d,),
+                "ln_1.bias": (d,),
+                "attn.c_attn.weight": (d, 3 * d),
+                "attn.c_attn.bias": (3 * d,),
+                "attn.c_proj.weight": (d, d),
+                "attn.c_proj.bias": (d,),
+                "ln_2.weight": (d,),
+                "ln_2.bias": (d,),
+                "mlp.c_fc.weight": (d, inner),
+                "mlp.c_fc.bias": (inner,),
+                "mlp.c_proj.weight": (inner, d),
+                "mlp.c_proj.bias": (d,),
+            }
+            shapes |= {f"h.{layer}.{name}": shape for name, shape in block.items()}
+        shapes |= {"ln_f.weight": (d,), "ln_f.bias": (d,)}
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, d)
+        return shapes
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias` by oneDNN; `weight` is packed or a plain `[outputs, inputs]`."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def use_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by this weight: float32 on a CPU that PyTorch built it for."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+class Linear:
+    """`y = x @ weight.T + bias` with `weight` `[outputs, inputs]`, held once.
+
+    On the CPU in float32 the weight is kept in the blocked order that oneDNN computes with
+    (`packed`). PACK_ROWS is the batch size the order is chosen for. One order for all batch
+    sizes: a row's result then does not depend on how many rows come with it.
+    """
+
+    PACK_ROWS = 16
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.out_features, self.in_features = weight.shape
+        self.packed = use_onednn(weight)
+        if self.packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.PACK_ROWS)
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed:
+            return onednn_linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+
+class TiedHead:
+    """The vocabulary projection by the embedding table itself: one tensor serves both.
+
+    Looking rows up needs the plain order, so the table is not packed. oneDNN multiplies by a
+    plain weight too, but takes another route for one row than for several; a single row is
+    therefore computed as two, and its logits are the same bits alone and in a batch.
+    """
+
+    def __init__(self, table: Tensor):
+        self.table, self.onednn = table, use_onednn(table)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self.onednn:
+            return F.linear(x, self.table)
+        if len(x) == 1:
+            return onednn_linear(x.expand(2, -1).contiguous(), self.table, None)[:1]
+        return onednn_linear(x, self.table, None)
+
+
+class LayerNorm:
+    """Layer normalisation over the last axis."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float):
+        self.weight, self.bias, self.eps = weight, bias, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Block:
+    """One transformer layer: attention, then an MLP, each added to the residual stream."""
+
+    def __init__(self, config: GPT2Config, layer: int, take: Callable[[str], Tensor]):
+        def linear(name: str) -> Linear:
+            # Conv1D stores [inputs, outputs]: transposed here, once.
+            return Linear(take(f"{name}.weight").t(), take(f"{name}.bias"))
+
+        def norm(name: str) -> LayerNorm:
+            eps = config.layer_norm_epsilon
+            return LayerNorm(take(f"{name}.weight"), take(f"{name}.bias"), eps)
+
+        self.layer, self.n_head = layer, config.n_head
+        self.scale = config.attention_scale(layer)
+        self.activation = ACTIVATIONS[config.activation_function]
+        self.ln_1, self.ln_2 = norm("ln_1"), norm("ln_2")
+        self.c_attn, self.attn_c_proj = linear("attn.c_attn"), linear("attn.c_proj")
+        self.c_fc, self.mlp_c_proj = linear("mlp.c_fc"), linear("mlp.c_proj")
+
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + self.attention(self.ln_1(x), attend)
+        return x + self.mlp_c_proj(self.activation(self.c_fc(self.ln_2(x))))
+
+    def attention(self, x: Tensor, attend: Attend) -> Tensor:
+        """`[T, d] -> [T, d]`: project, let `attend` mix the tokens, project back."""
+        num_tokens, width = x.shape
+        qkv = self.c_attn(x)  # [T, 3d]
+        query, key, value = (
+            part.view(num_tokens, self.n_head, -1) for part in qkv.split(width, dim=-1)
+        )  # [T, H, D] each
+        mixed = attend(self.layer, query, key, value, self.scale)
+        return self.attn_c_proj(mixed.reshape(num_tokens, width))
+
+
+class GPT2:
+    """GPT-2 over a flat list of tokens that may belong to any number of sequences.
+
+    `weights` maps the names of `config.weight_shapes()` to tensors. Each is copied once, into
+    the dtype, the device and the order it is used in. HF: `GPT2LMHeadModel`.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ):
+        def take(name: str) -> Tensor:
+            return weights[name].to(device, dtype, copy=True)
+
+        self.config = config
+        self.wte, self.wpe = take("wte.weight"), take("wpe.weight")
+        self.blocks = [
+            Block(config, layer, lambda name, layer=layer: take(f"h.{layer}.{name}"))
+            for layer in range(config.n_layer)
+        ]
+        self.ln_f = LayerNorm(take("ln_f.weight"), take("ln_f.bias"), config.layer_norm_epsilon)
+        if config.tie_word_embeddings:
+            self.lm_head = TiedHead(self.wte)
+        else:
+            self.lm_head = Linear(take("lm_head.weight"), None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.wte.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights are."""
+        return self.wte.dtype
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states `[T, d]` after the final norm, for int64 `[T]` tokens and positions.
+
+        The tokens do not know each other here; `attend` alone decides who sees whom.
+        """
+        x = self.wte[input_ids] + self.wpe[positions]
+        for block in self.blocks:
+            x = block(x, attend)
+        return self.ln_f(x)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[R, d] -> [R, vocab_size]`: call it for the rows that are sampled, no others."""
+        return self.lm_head(hidden)
+
+
+ASSETS = Path(__file__).parent / "assets" / "tiny-gpt2"
+
+
+def find_model(name_or_path: str | Path | None) -> Path:
+    """The folder of a model: the shipped one for None, a local folder, or one from the hub.
+
+    A name that is no local folder is taken as a Hugging Face hub id, downloaded by the hub's
+    own client and cached where it caches.
+    """
+    if name_or_path is None:
+        return ASSETS
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(name_or_path)
+    if folder.exists():
+        raise ModelLoadError(f"{name}: a file; expected a model folder or a hub id")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise ModelLoadError(f"{name}: no such folder")
+    return download(name)
+
+
+def download(name: str) -> Path:
+    """Fetch a model from the Hugging Face hub: safetensors where it has them, else .bin."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "merges.txt", "model*.safetensors"]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any(folder.glob("model*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"]))
+    except Exception as error:  # the hub's client has dozens: offline, unknown, gated, ...
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(
+            f"{name}: neither a folder nor a model that the hub gives: {reason}"
+        ) from error
+    return folder
+
+
+def read_json(path: Path) -> dict:
+    """Parse a JSON file; a `ModelLoadError` names it when it is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
+
+
+def weight_files(folder: Path, use_safetensors: bool = True) -> list[Path]:
+    """The files that hold a checkpoint's tensors: one, or the shards that an index lists."""
+    names = ["pytorch_model.bin"]
+    if use_safetensors:
+        names.insert(0, "model.safetensors")
+    for name in names:
+        single, index = folder / name, folder / f"{name}.index.json"
+        if single.exists():
+            return [single]
+        if index.exists():
+            shards = sorted(set(read_json(index).get("weight_map", {}).values()))
+            for shard in shards:
+                if not (folder / shard).exists():
+                    raise ModelLoadError(f"{folder / shard}: missing, but {index.name} lists it")
+            return [folder / shard for shard in shards]
+    raise ModelLoadError(f"{folder}: holds no weights; looked for {' and '.join(names)}")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one `.safetensors` or `.bin` file, mapped from disk, not yet converted."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # truncated, not such a file, or pickled code instead of tensors
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(f"{path}: cannot be read as a checkpoint: {reason}") from error
+    if not isinstance(tensors, dict):
+        raise ModelLoadError(f"{path}: holds a {type(tensors).__name__}, not named tensors")
+    return tensors
+
+
+def load_weights(folder: Path, config: GPT2Config, use_safetensors: bool = True) -> dict:
+    """The checkpoint's tensors under the names of `config.weight_shapes()`, checked.
+
+    The prefix `transformer.` is dropped; causal masks that old checkpoints carry
+    (`attn.bias`, `attn.masked_bias`) are ignored. Anything else that is missing, unexpected or
+    of another shape is a `ModelLoadError` that names file and tensor.
+    """
+    expected, weights, head = config.weight_shapes(), {}, None
+    files = weight_files(folder, use_safetensors)
+    for path in files:
+        for stored_name, tensor in read_tensors(path).items():
+            name = stored_name.removeprefix("transformer.")
+            if name.endswith((".attn.bias", ".attn.masked_bias")):
+                continue
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                head = path, tensor
+                continue
+            if name not in expected:
+                raise ModelLoadError(f"{path}: unexpected tensor {stored_name!r}")
+            if tuple(tensor.shape) != expected[name]:
+                raise ModelLoadError(
+                    f"{path}: tensor {stored_name!r} has shape {list(tensor.shape)}, "
+                    f"config.json asks for {list(expected[name])}"
+                )
+            weights[name] = tensor
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        where = files[0] if len(files) == 1 else f"{folder} ({len(files)} shards)"
+        raise ModelLoadError(
+            f"{where}: tensor {missing[0]!r} is missing ({len(missing)} missing in all)"
+        )
+    if head is not None and not torch.equal(head[1], weights["wte.weight"]):
+        raise ModelLoadError(
+            f"{head[0]}: tensor 'lm_head.weight' differs from 'wte.weight', but config.json "
+            "ties them; set tie_word_embeddings to false"
+        )
+    return weights
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """`"auto"` is CUDA where there is one, else the CPU."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}") from None
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but PyTorch finds no CUDA device")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """`"auto"` is float32 on the CPU and a 16-bit type on a GPU: bfloat16 where it has it."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if dtype in names:
+        return names[dtype]
+    if dtype != "auto":
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(names)}; got {dtype!r}")
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def load_model(
+    name_or_path: str | Path | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    use_safetensors: bool = True,
+) -> GPT2:
+    """Load a GPT-2 from a folder or a hub id; None is the model that ships with the package.
+
+    Raises `ModelLoadError` for anything wrong with the checkpoint. vLLM:
+    `model_executor/model_loader/default_loader.py`.
+    """
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device)
+    folder = find_model(name_or_path)
+    config = GPT2Config.from_pretrained(folder)
+    weights = load_weights(folder, config, use_safetensors)
+    with torch.inference_mode():
+        return GPT2(config, weights, dtype, device)

@@ -1,0 +1,135 @@
+"""The machine side of the engine: it owns the model and the KV memory, and runs a batch.
+
+Built, step by step, in notebooks/11_model_runner.ipynb.
+"""
+
+import numpy as np
+import psutil
+import torch
+
+from tinyvllm.attention import PagedAttention, PagedKVCache
+from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput
+from tinyvllm.gpt2 import GPT2, load_model, resolve_device, resolve_dtype
+from tinyvllm.sampler import sample
+
+# What a CPU engine takes for the KV cache unless it is told: a share of the memory that is
+# available now, at most 4 GiB.
+CPU_KV_SHARE = 0.25
+CPU_KV_LIMIT = 4 << 30
+
+
+class ModelRunner:
+    """Runs `ExecutionBatch`es on a GPT-2; decides nothing.
+
+    Args:
+        config: an `EngineConfig`; `max_model_len` None becomes the model's limit.
+        model: a loaded model; None loads `config.model`.
+
+    Raises:
+        ValueError: the config is impossible for this model or the KV cache does not fit in
+            memory. `ModelLoadError` (a `ValueError`): the checkpoint cannot be used.
+
+    vLLM: `v1/worker/gpu_model_runner.py`, `v1/worker/cpu_model_runner.py`.
+    """
+
+    def __init__(self, config, model: GPT2 | None = None):
+        if model is None:
+            device = resolve_device(config.device)
+            model = load_model(config.model, resolve_dtype(config.dtype, device), device)
+        self.model, self.device = model, model.device
+        self.config = config.resolve(model.config.n_positions)
+        self.num_blocks = self.size_kv_cache()
+        self.cache = PagedKVCache(
+            model.config.n_layer,
+            self.num_blocks,
+            config.block_size,
+            model.config.n_head,
+            model.config.head_size,
+            model.dtype,
+            self.device,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; valid ids are below it."""
+        return self.model.config.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens a sequence may have, prompt and output."""
+        return self.config.max_model_len
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if the model has one."""
+        return self.model.config.eos_token_id
+
+    def free_memory(self) -> int:
+        """Bytes that the device could give now."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0]
+        return psutil.virtual_memory().available
+
+    def kv_memory(self) -> int:
+        """Bytes that the KV cache may take when the config does not say."""
+        free = self.free_memory()
+        if self.device.type == "cuda":
+            total = torch.cuda.mem_get_info(self.device)[1]
+            return max(0, int(free - (1 - self.config.gpu_memory_utilization) * total))
+        return min(int(free * CPU_KV_SHARE), CPU_KV_LIMIT)
+
+    def size_kv_cache(self) -> int:
+        """How many blocks to allocate, the null block included."""
+        config, shape = self.config, self.model.config
+        block_bytes = PagedKVCache.bytes_per_block(
+            shape.n_layer, config.block_size, shape.n_head, shape.head_size, self.model.dtype
+        )
+        longest = -(-config.max_model_len // config.block_size)  # blocks of one full sequence
+        if config.num_gpu_blocks_override is not None:
+            source = f"num_gpu_blocks_override={config.num_gpu_blocks_override}"
+            num_blocks, needed = config.num_gpu_blocks_override, 2
+        elif config.kv_cache_memory_bytes is not None:
+            source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+            num_blocks, needed = config.kv_cache_memory_bytes // block_bytes, longest + 1
+        else:
+            # More than all running sequences at full length would only ever hold old prefixes.
+            budget = self.kv_memory()
+            source = f"the {budget} bytes of memory that may be used"
+            num_blocks = min(budget // block_bytes, config.max_num_seqs * longest + 1)
+            needed = longest + 1
+        if num_blocks < needed:
+            raise ValueError(
+                f"{source} holds {num_blocks} KV blocks of {block_bytes} bytes, but one sequence "
+                f"of max_model_len={config.max_model_len} needs {needed} (one is the null block); "
+                f"at least {needed * block_bytes} bytes are needed, or a smaller max_model_len"
+            )
+        if num_blocks * block_bytes > self.free_memory():
+            raise ValueError(
+                f"{source} asks for {num_blocks * block_bytes} bytes of KV cache, "
+                f"but {self.free_memory()} bytes of memory are free"
+            )
+        return num_blocks
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A numpy array of the batch as a tensor where the model is."""
+        return torch.from_numpy(array).to(self.device)
+
+    @torch.inference_mode()
+    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+        """Compute the batch's tokens, store their keys and values, sample the rows asked for."""
+        hidden = self.model.forward(
+            self.to_device(batch.input_ids),
+            self.to_device(batch.positions),
+            PagedAttention(self.cache, batch),
+        )  # [T, d]
+        if not len(batch.logits_indices):  # only unfinished chunks: nobody gets a token
+            return ModelRunnerOutput([])
+        # Rows first, vocabulary after: the projection costs as much as several layers.
+        logits = self.model.compute_logits(hidden[self.to_device(batch.logits_indices)])
+        token_ids = sample(
+            logits,
+            self.to_device(batch.temperatures),
+            self.to_device(batch.seeds),
+            self.to_device(batch.output_indices),
+        )
+        return ModelRunnerOutput(token_ids.tolist())
