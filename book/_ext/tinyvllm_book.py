@@ -80,7 +80,9 @@ def add_captions(app, doctree):
 
 
 def add_origin(app, what, name, obj, options, lines):
-    """Close a class's, function's or method's API entry with a link to where it was built."""
+    """After napoleon: close a class's, function's or method's API entry with a link to where it was built."""
+    # Sphinx reads `:ivar prev, next:` as a type and a name.
+    lines[:] = [re.sub(r"(?<=^:ivar )[\w, ]+(?=:)", slashes, line) for line in lines]
     known = origins(Path(app.srcdir))
     origin, parent = known.get(name), known.get(name.rpartition(".")[0])
     if origin is None or origin == parent:  # a method built with its class adds nothing
@@ -99,10 +101,15 @@ def add_origin(app, what, name, obj, options, lines):
 def mend_docstring(app, what, name, obj, options, lines):
     """Before napoleon: keep a property's colon, and make a module's notebook a link."""
     if what == "property":
-        lines.insert(0, "")  # else napoleon takes "Usable blocks: all but one" for a type
+        # napoleon takes "Usable blocks: all but one" for a type, unless the line breaks before it.
+        lines[:1] = re.sub(r" (\S+: )", r"\n\1", lines[0], count=1).split("\n")
     if what == "module":
         link = r":doc:`\g<0> </notebooks/\1>`"
         lines[:] = [re.sub(r"notebooks/(\w+)\.ipynb", link, line) for line in lines]
+
+
+def slashes(names: re.Match) -> str:
+    return names[0].replace(", ", "/")
 
 
 def setup(app):

@@ -135,7 +135,7 @@ function (id, data) {
     return `<svg role="img" aria-label="${esc(said.join(" "))}" viewBox="0 0 ${width} ${bottom}" width="${width}" `
       + `style="min-width:${Math.min(width, Math.max(300, Math.round(width * 0.7)))}px" `
       + `font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace" font-size="12.2">`
-      + `<defs>${patterns.join("")}</defs>${out}${keys}</svg>`;
+      + `<defs>${patterns.join("")}</defs><g class="tv-cells">${out}</g>${keys}</svg>`;
   }
 
   function start(root, uid) {

@@ -1,0 +1,53 @@
+# make demo: stories, from the shipped model.    make test: everything that is claimed, proven.
+# make book: the pages, in _build/html.          make notebooks: the chapters, live.
+# make refresh: run the notebooks, save outputs. make export: notebooks -> tinyvllm/*.py.
+
+PYTHON ?= python3
+BIN := .venv/bin
+BOOK := $(BIN)/jupyter-book build . --toc book/_toc.yml -W -n --keep-going
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test book notebooks refresh export clean
+
+demo: .venv/installed
+	$(BIN)/tinyvllm generate --stats \
+	  "Once upon a time there was a brave mouse" \
+	  "In a quiet village by the sea" \
+	  "Once upon a time there was a clever fox" \
+	  "The little robot opened the door and"
+
+test: .venv/installed-all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m book.tools export --check
+	$(BIN)/pytest tests --ignore=tests/pages -n 2 --dist loadscope
+	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 120 notebooks -n 2 --dist loadscope
+	$(BIN)/python -m book.tools refresh --check
+	$(BOOK) --all
+	$(BIN)/pytest tests/pages -n 2 -rs
+
+book: .venv/installed-all
+	$(BOOK)
+
+notebooks: .venv/installed-all
+	$(BIN)/jupyter lab --notebook-dir=. notebooks
+
+refresh: .venv/installed-all
+	$(BIN)/python -m book.tools refresh
+
+export: .venv/installed-all
+	$(BIN)/python -m book.tools export
+
+clean:
+	rm -rf .venv _build node_modules
+
+# Installed again only when what is to be installed has changed.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinyvllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+.venv/installed-all: .venv/installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,book]'
+	@touch $@

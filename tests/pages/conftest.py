@@ -1,0 +1,54 @@
+"""What the page tests share: the built pages, and one browser.
+
+They run after `make book`. Where no Chromium is found the browser's tests are skipped, and say so;
+on a build server (CI is set) that is a failure.
+"""
+
+import os
+import shutil
+
+import pytest
+
+from tests.pages.built import PAGES, missing, page_name
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `page` runs once for every built page."""
+    if "page" in metafunc.fixturenames:
+        pages = PAGES or [pytest.param(None, marks=pytest.mark.skip("no pages: run make book"))]
+        metafunc.parametrize("page", pages, ids=page_name if PAGES else None)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    found = os.environ.get("BROWSER_PATH") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if not found:
+        missing("no Chromium or Chrome on this machine")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """An empty tab that is offline, and fails its test on a request that leaves file://, or on an
+    uncaught error in a page's scripts."""
+    complaints = []
+    context = browser.new_context(offline=True, reduced_motion="reduce")
+    tab = context.new_page()
+    tab.on("pageerror", lambda error: complaints.append(f"script error: {error}"))
+
+    def note(request):
+        if not request.url.startswith(("file:", "data:", "blob:")):
+            complaints.append(f"request: {request.url}")
+
+    tab.on("request", note)
+    tab.on("requestfailed", lambda request: complaints.append(f"not loaded: {request.url}"))
+    yield tab
+    context.close()
+    assert not complaints
