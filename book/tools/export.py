@@ -205,11 +205,16 @@ def own_promise(pieces: list[Piece], target: str, where: str) -> str:
 
 def add_piece(module: Module, piece: Piece) -> None:
     node = piece.node
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        module.imports += [*comments(piece.lead), *piece.lines]
+    is_import = isinstance(node, ast.Import | ast.ImportFrom)
+    if (is_import or is_type_checking(node)) and comments(piece.lead):
+        raise ExportError(
+            f"{piece.where}: imports are sorted, so a comment above one would lose its place; "
+            f"write it at the end of the line: {piece.lines[0]}"
+        )
+    if is_import:
+        module.imports += piece.lines
     elif is_type_checking(node):
-        body = textwrap.dedent("\n".join(piece.lines[1:])).split("\n")
-        module.typing_imports += [*comments(piece.lead), *body]
+        module.typing_imports += textwrap.dedent("\n".join(piece.lines[1:])).split("\n")
     elif isinstance(node, ast.ClassDef) and is_reopened(node):
         fold_class(module, piece)
     else:
@@ -460,9 +465,11 @@ def export(notebooks: list[Path], check: bool, root: Path = ROOT) -> int:
 
     Returns 0, or 1 if a notebook is wrong or, with `check`, a file differs.
     """
-    chosen = {path.resolve() for path in notebooks} or set(find_notebooks(root))
+    chapters = set(find_notebooks(root))
+    chosen = {path.resolve() for path in notebooks} or chapters
     modules, errors = book_modules(root)
-    failures = [message for path, message in errors.items() if path in chosen]
+    failures = [f"{path.name}: no such chapter in notebooks/" for path in chosen - chapters]
+    failures += [message for path, message in errors.items() if path in chosen]
     for module in modules.values():
         if module.notebook not in chosen or module.notebook in errors:
             continue

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import base64
 import copy
+import ctypes
 import difflib
 import functools
 import os
@@ -50,9 +51,10 @@ class ThisInterpreter(AsyncKernelManager):
 
 @functools.cache
 def has_cuda() -> bool:
-    try:
+    try:  # torch takes seconds to import, and without a driver the answer is known
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         import torch
-    except ImportError:
+    except (OSError, ImportError):
         return False
     return torch.cuda.is_available()
 
