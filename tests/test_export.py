@@ -263,6 +263,7 @@ ERRORS = {
         "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from tinyvllm import kv_cache",
     ),
     "no-module": ("built by no chapter", "from tinyvllm.nothing import B\n\nA = B"),
+    "hand-written": ("built by no chapter", "from tinyvllm.cli import B\n\nA = B"),
     "unformatted": ("ruff format is not content", "A = [1,2]"),
     "one-blank-line": ("ruff format is not content", "def f(): ...\nA = 1"),
     "unused": ("`json` imported but unused", "import json\n\nA = 1"),

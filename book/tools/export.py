@@ -349,22 +349,24 @@ def book_modules(root: Path = ROOT) -> tuple[dict[str, Module], dict[Path, str]]
     number |= {module.name: module.chapter for module in modules.values()}
     for module in modules.values():
         try:
-            check_imports(module, number)
+            check_imports(module, number, root)
         except ExportError as error:
             errors.setdefault(module.notebook, str(error))
     return modules, errors
 
 
-def check_imports(module: Module, number: dict[str, int]) -> None:
+def check_imports(module: Module, number: dict[str, int], root: Path) -> None:
     """A module imports modules of earlier chapters; a chapter's own may import its config."""
-    header = [*module.imports, *(line for line in module.typing_imports)]
+    header = [*module.imports, *module.typing_imports]
     trees = [ast.parse("\n".join(header)), *(piece.node for piece in module.pieces)]
     for name in (name for tree in trees for name in imported_modules(tree)):
         extra = name in EXTRA_MODULES and name != module.name
         last = module.chapter if extra else module.chapter - 1
         if name == module.name:
             problem = "is the module this chapter exports: the names are here already"
-        elif name not in number and name not in EXTRA_MODULES:
+        elif name in HAND_WRITTEN or not (
+            name in number or name in EXTRA_MODULES or (root / PACKAGE / f"{name}.py").exists()
+        ):
             problem = "is built by no chapter"
         elif number.get(name, 0) > last:
             problem = f"is built in chapter {number[name]:02}"
