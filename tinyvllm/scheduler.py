@@ -11,6 +11,26 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.sequence import Sequence, SequenceStatus
 
 
+@dataclass
+class SchedulerOutput:
+    """The plan of one step.
+
+    Attributes:
+        scheduled: (sequence, start position, number of tokens), in execution order.
+        new: sequences admitted for the first time.
+        resumed: sequences admitted again after a preemption.
+        preempted: sequences that lost their blocks in this step; never among `scheduled`.
+        sampling: the scheduled sequences whose last known token is computed in this step, in
+            order: exactly these get a new token.
+    """
+
+    scheduled: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    new: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    sampling: list[Sequence] = field(default_factory=list)
+
+
 class KVMemory(Protocol):
     """What the scheduler asks of memory. It decides who gets slots, never which.
 
@@ -32,26 +52,6 @@ class KVMemory(Protocol):
 
     def free(self, seq: Sequence):
         """Take all of the sequence's slots back."""
-
-
-@dataclass
-class SchedulerOutput:
-    """The plan of one step.
-
-    Attributes:
-        scheduled: (sequence, start position, number of tokens), in execution order.
-        new: sequences admitted for the first time.
-        resumed: sequences admitted again after a preemption.
-        preempted: sequences that lost their blocks in this step; never among `scheduled`.
-        sampling: the scheduled sequences whose last known token is computed in this step, in
-            order: exactly these get a new token.
-    """
-
-    scheduled: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    new: list[Sequence] = field(default_factory=list)
-    resumed: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    sampling: list[Sequence] = field(default_factory=list)
 
 
 class WaitingQueue:
@@ -132,74 +132,6 @@ class Scheduler:
         self.sequences[seq.seq_id] = seq
         self.waiting.push(self.rank(seq), seq)
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step.
-
-        Running sequences come first, then waiting ones are admitted; each gets as many tokens
-        as it lacks and the budget allows. There are no phases: a decode is a chunk of one.
-
-        Raises:
-            RuntimeError: sequences are alive, yet the step would do nothing, and so would
-                every later one.
-        """
-        plan = SchedulerOutput()
-        threshold = self.config.long_prefill_token_threshold
-        if threshold == 0 or len(self.sequences) <= 1:
-            threshold = self.config.max_model_len  # no sequence ever wants more
-        budget = self._schedule_running(plan, self.config.max_num_batched_tokens, threshold)
-        if not plan.preempted:
-            self._admit_waiting(plan, budget, threshold)
-        if not plan.scheduled and not plan.preempted and self.sequences:
-            stuck = self.running[0] if self.running else self.waiting.head
-            raise RuntimeError(f"no progress is possible; {self.explain(stuck.seq_id)}")
-        self._advance(plan)
-        return plan
-
-    def _schedule_running(self, plan: SchedulerOutput, budget: int, threshold: int) -> int:
-        """Let running sequences catch up, preempting from the last rank where memory lacks.
-
-        Returns the budget that is left.
-        """
-        position_limit = self.config.max_model_len - 1
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            start = seq.num_computed_tokens
-            num_tokens = seq.num_tokens - start
-            if num_tokens > 1:  # a decode is never cut short
-                num_tokens = min(num_tokens, threshold, budget, position_limit - start)
-            index += 1
-            if num_tokens <= 0:
-                continue
-            while self.kv.allocate_slots(seq, num_tokens) is None:
-                victim = max(self.running, key=self.rank)
-                victim_index = self.running.index(victim)
-                budget += self._preempt(plan, victim)
-                if victim is seq:
-                    return budget
-                index -= victim_index < index
-            plan.scheduled.append((seq, start, num_tokens))
-            budget -= num_tokens
-        return budget
-
-    def _preempt(self, plan: SchedulerOutput, victim: Sequence) -> int:
-        """Take a running sequence's blocks and send it back to wait; its outputs are kept.
-
-        Returns the tokens that it gives back to the budget, if it was already in the plan.
-        """
-        self.running.remove(victim)
-        self.kv.free(victim)
-        victim.num_computed_tokens = 0
-        victim.num_preemptions += 1
-        victim.status = SequenceStatus.PREEMPTED
-        self.waiting.push(self.rank(victim), victim)
-        plan.preempted.append(victim)
-        for entry in plan.scheduled:
-            if entry[0] is victim:
-                plan.scheduled.remove(entry)
-                return entry[2]
-        return 0
-
     def _admit_waiting(self, plan: SchedulerOutput, budget: int, threshold: int):
         """Admit waiting sequences from the head, until one does not fit. Nobody overtakes."""
         config = self.config
@@ -226,23 +158,82 @@ class Scheduler:
             plan.scheduled.append((seq, num_hit_tokens, num_tokens))
             budget -= num_tokens
 
+    def _schedule_running(self, plan: SchedulerOutput, budget: int, threshold: int) -> int:
+        """Let running sequences catch up, preempting from the last rank where memory lacks.
+
+        Returns the budget that is left.
+        """
+        position_limit = self.config.max_model_len - 1
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            start = seq.num_computed_tokens
+            num_tokens = seq.num_tokens - start
+            if num_tokens > 1:  # a decode is never cut short
+                num_tokens = min(num_tokens, threshold, budget, position_limit - start)
+            index += 1
+            if num_tokens <= 0:
+                continue
+            while self.kv.allocate_slots(seq, num_tokens) is None:
+                victim = max(self.running, key=self.rank)
+                victim_index = self.running.index(victim)
+                budget += self._preempt(plan, victim)
+                if victim is seq:
+                    return budget
+                # The list has moved up: without this, the next in line would be skipped.
+                index -= victim_index < index
+            plan.scheduled.append((seq, start, num_tokens))
+            budget -= num_tokens
+        return budget
+
+    def _preempt(self, plan: SchedulerOutput, victim: Sequence) -> int:
+        """Take a running sequence's blocks and send it back to wait; its outputs are kept.
+
+        Returns the tokens that it gives back to the budget, if it was already in the plan.
+        """
+        self.running.remove(victim)
+        self.kv.free(victim)
+        victim.num_computed_tokens = 0
+        victim.num_preemptions += 1
+        victim.status = SequenceStatus.PREEMPTED
+        self.waiting.push(self.rank(victim), victim)
+        plan.preempted.append(victim)
+        for entry in plan.scheduled:
+            if entry[0] is victim:
+                plan.scheduled.remove(entry)
+                return entry[2]
+        return 0
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step.
+
+        Running sequences come first, then waiting ones are admitted; each gets as many tokens
+        as it lacks and the budget allows. There are no phases: a decode is a chunk of one.
+
+        Raises:
+            RuntimeError: sequences are alive, yet the step would do nothing, and so would
+                every later one.
+        """
+        plan = SchedulerOutput()
+        threshold = self.config.long_prefill_token_threshold
+        if threshold == 0 or len(self.sequences) <= 1:
+            threshold = self.config.max_model_len  # no sequence ever wants more
+        budget = self._schedule_running(plan, self.config.max_num_batched_tokens, threshold)
+        if not plan.preempted:
+            self._admit_waiting(plan, budget, threshold)
+        if not plan.scheduled and not plan.preempted and self.sequences:
+            stuck = self.running[0] if self.running else self.waiting.head
+            why = self.explain(stuck.seq_id)
+            raise RuntimeError(f"no progress is possible: {stuck.seq_id} is {why}")
+        self._advance(plan)
+        return plan
+
     def _advance(self, plan: SchedulerOutput):
         """Count the scheduled tokens as computed, so the next step can be planned meanwhile."""
         for seq, start, num_tokens in plan.scheduled:
             seq.num_computed_tokens = end = start + num_tokens
             if end == seq.num_tokens:
                 plan.sampling.append(seq)
-
-    def rollback(self, plan: SchedulerOutput):
-        """Undo a planned step that the model did not execute, e.g. after an interrupt.
-
-        Its sequences go back to wait: the slots they were promised hold nothing.
-        """
-        undone = [entry for entry in plan.scheduled if entry[0].status is SequenceStatus.RUNNING]
-        for seq, start, _ in undone:
-            seq.num_computed_tokens = start
-        for seq, _, _ in undone:
-            self._preempt(SchedulerOutput(), seq)
 
     def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled tokens and let go of sequences that are finished.
@@ -265,6 +256,12 @@ class Scheduler:
             self._forget(seq)
         return finished
 
+    def _forget(self, seq: Sequence):
+        del self.sequences[seq.seq_id]
+        self.kv.free(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+
     def abort(self, seq_id: str) -> Sequence | None:
         """Finish a sequence early, in whatever state it is. Unknown or finished: does nothing.
 
@@ -278,12 +275,6 @@ class Scheduler:
             self._forget(seq)
         return seq
 
-    def _forget(self, seq: Sequence):
-        del self.sequences[seq.seq_id]
-        self.kv.free(seq)
-        if seq in self.running:
-            self.running.remove(seq)
-
     def explain(self, seq_id: str) -> str:
         """Say in one sentence where a sequence is, and what it waits for.
 
@@ -291,18 +282,20 @@ class Scheduler:
             KeyError: no such sequence is alive.
         """
         seq = self.sequences[seq_id]
-        if seq.status is SequenceStatus.RUNNING:
-            if seq.num_computed_tokens < seq.num_tokens - 1:
-                return f"running: prefill, {seq.num_computed_tokens} of {seq.num_tokens} tokens"
+        if seq.status is not SequenceStatus.RUNNING:
+            return f"{seq.status.value}: {self._obstacle(seq)}"
+        if seq.num_output_tokens and seq.num_computed_tokens >= seq.num_tokens - 1:
             return f"running: decode, {seq.num_output_tokens} tokens generated"
-        return f"{seq.status.value}: {self._obstacle(seq)}"
+        return f"running: prefill, {seq.num_computed_tokens} of {seq.num_tokens} tokens"
 
     def _obstacle(self, seq: Sequence) -> str:
         """What keeps a waiting sequence from being admitted in the next step."""
         config = self.config
         hits, num_hit_tokens = self.kv.get_computed_blocks(seq)
         wanted = seq.num_tokens - num_hit_tokens
-        needed = self.kv.num_blocks_to_take(seq, seq.num_tokens, hits)
+        first_chunk = min(wanted, config.max_num_batched_tokens)
+        must_fit = wanted if config.scheduler_reserve_full_isl else first_chunk
+        needed = self.kv.num_blocks_to_take(seq, num_hit_tokens + must_fit, hits)
         obstacles = []
         if len(self.running) >= config.max_num_seqs:
             obstacles.append(f"all {config.max_num_seqs} seats (max_num_seqs) are taken")
@@ -314,12 +307,24 @@ class Scheduler:
             obstacles.append(f"next in line, wants {wanted} tokens of the step's budget")
         return "; ".join(obstacles)
 
+    def rollback(self, plan: SchedulerOutput):
+        """Undo a planned step that the model did not execute, e.g. after an interrupt.
+
+        Its sequences go back to wait: the slots they were promised hold nothing.
+        """
+        alive = [entry for entry in plan.scheduled if not entry[0].status.finished]
+        # All counters first: `kv.free` reads them to tell which blocks hold what they promise.
+        for seq, start, _ in alive:
+            seq.num_computed_tokens = start
+        for seq, _, _ in alive:
+            self._preempt(SchedulerOutput(), seq)
+
     def check_invariants(self):
         """Raise an AssertionError that names the first broken rule. Call it between steps."""
         running, waiting = self.running, list(self.waiting)
-        alive = {seq.seq_id for seq in running + waiting}
-        if alive != set(self.sequences) or len(alive) != len(running) + len(waiting):
-            raise AssertionError(f"alive: {set(self.sequences)}, queued: {running + waiting}")
+        alive, queued = sorted(self.sequences), sorted(seq.seq_id for seq in running + waiting)
+        if alive != queued:
+            raise AssertionError(f"alive are {alive}, but queued are {queued}")
         if len(running) > self.config.max_num_seqs:
             raise AssertionError(f"{len(running)} sequences run")
         for seq in running:
