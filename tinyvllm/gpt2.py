@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyvllm.request import check_flag, check_integer, check_real
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -51,11 +53,18 @@ class GPT2Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if self.n_inner is not None and (not isinstance(self.n_inner, int) or self.n_inner < 1):
-            raise ValueError(f"n_inner must be null or an integer >= 1, got {self.n_inner!r}")
+            check_integer(name, getattr(self, name), 1)
+        if self.n_inner is not None:
+            check_integer("n_inner", self.n_inner, 1)
+        if self.eos_token_id is not None:
+            check_integer("eos_token_id", self.eos_token_id, 0)
+        check_real("layer_norm_epsilon", self.layer_norm_epsilon, 0.0, 1.0)
+        for name in (
+            "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx",
+            "tie_word_embeddings",
+        ):
+            check_flag(name, getattr(self, name))
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
         if self.activation_function not in ACTIVATIONS:
@@ -86,6 +95,8 @@ class GPT2Config:
     @classmethod
     def from_dict(cls, data: dict) -> "GPT2Config":
         """Read a parsed `config.json`; a model that is not GPT-2 raises `ValueError`."""
+        if not isinstance(data, dict):
+            raise ValueError(f"must be a JSON object, got a {type(data).__name__}")
         kind = data.get("model_type", "gpt2")
         if kind != "gpt2":
             raise ValueError(f"model_type must be 'gpt2', got {kind!r}")
@@ -203,7 +214,7 @@ class LayerNorm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Block:
+class GPT2Block:
     """One transformer layer: attention, then an MLP, each added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int, take: Callable[[str], Tensor]):
@@ -257,7 +268,7 @@ class GPT2:
         self.config = config
         self.wte, self.wpe = take("wte.weight"), take("wpe.weight")
         self.blocks = [
-            Block(config, layer, lambda name, layer=layer: take(f"h.{layer}.{name}"))
+            GPT2Block(config, layer, lambda name, layer=layer: take(f"h.{layer}.{name}"))
             for layer in range(config.n_layer)
         ]
         self.ln_f = LayerNorm(take("ln_f.weight"), take("ln_f.bias"), config.layer_norm_epsilon)
@@ -294,6 +305,11 @@ class GPT2:
 ASSETS = Path(__file__).parent / "assets" / "tiny-gpt2"
 
 
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def find_model(name_or_path: str | Path | None) -> Path:
     """The folder of a model: the shipped one for None, a local folder, or one from the hub.
 
@@ -323,9 +339,8 @@ def download(name: str) -> Path:
         if not any(folder.glob("model*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=[*patterns, "pytorch_model*.bin"]))
     except Exception as error:  # the hub's client has dozens: offline, unknown, gated, ...
-        reason = str(error).strip().splitlines()[0]
         raise ModelLoadError(
-            f"{name}: neither a folder nor a model that the hub gives: {reason}"
+            f"{name}: neither a folder nor a model that the hub gives: {first_line(error)}"
         ) from error
     return folder
 
@@ -357,16 +372,17 @@ def weight_files(folder: Path, use_safetensors: bool = True) -> list[Path]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one `.safetensors` or `.bin` file, mapped from disk, not yet converted."""
+    """All tensors of one `.safetensors` or `.bin` file, as stored: on the CPU, not converted."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # truncated, not such a file, or pickled code instead of tensors
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(f"{path}: cannot be read as a checkpoint: {reason}") from error
+        raise ModelLoadError(
+            f"{path}: cannot be read as a checkpoint: {first_line(error)}"
+        ) from error
     if not isinstance(tensors, dict):
         raise ModelLoadError(f"{path}: holds a {type(tensors).__name__}, not named tensors")
     return tensors

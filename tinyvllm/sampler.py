@@ -6,7 +6,8 @@ Built, step by step, in notebooks/10_sampler.ipynb.
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5  # a temperature under this means greedy, as in vLLM
+from tinyvllm.request import GREEDY_BELOW
+
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: an arbitrary start that is not zero
 
