@@ -35,7 +35,9 @@ def pytest_runtest_call(item):
     """A cell whose output was never recorded proves nothing; by itself nbval passes it."""
     cell = getattr(item, "cell", None)
     if cell is not None and cell.execution_count is None:
-        pytest.fail(f"{item.path.name}, cell {cell.id}: never executed; run refresh", pytrace=False)
+        from nbval.plugin import NbCellError
+
+        raise NbCellError(item.cell_num, f"{cell.id} was never executed: refresh", cell.source)
 
 
 def uses_nbval(config) -> bool:
