@@ -7,28 +7,31 @@ from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+GREEDY_BELOW = 1e-5  # vLLM's threshold: a smaller temperature means argmax
+MAX_N = 16384  # vLLM's limit too: one request must not bring a million sequences
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raise a ValueError that names field, value and range unless `low <= value <= high`.
 
-    `True` and `False` are not integers here: `max_tokens=True` is a mistake, not a 1.
-    """
-    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-    if value < low or (high is not None and value > high):
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer, and no bool: `max_tokens=True` is a mistake, not a 1."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integer(name: str, value: object, low: int, high: float = inf) -> None:
+    """Raise a ValueError that names field, value and range unless `low <= value <= high`."""
+    if not is_integer(value) or not low <= value <= high:
+        allowed = f"an integer >= {low}" if high == inf else f"an integer from {low} to {high}"
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def check_real(name: str, value: object, low: float, high: float) -> None:
     """Raise a ValueError that names field, value and range unless `low <= value <= high`.
 
-    An infinite `high` still means a finite number, and NaN compares false with everything.
+    NaN compares false with everything, so the question is asked in this direction.
     """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high or value == inf:
-        allowed = f"a finite number >= {low}" if high == inf else f"a number from {low} to {high}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real or not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -37,20 +40,17 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-GREEDY_BELOW = 1e-5  # vLLM's threshold: a smaller temperature means argmax
-
-
-@dataclass
+@dataclass(frozen=True)
 class SamplingParams:
     """How the next tokens of a request are chosen, and when to stop.
 
-    Names, defaults and ranges are those of vLLM (`vllm/sampling_params.py`), except that
-    `cache_salt` and `priority`, which vLLM takes beside the prompt, are fields here.
+    Names, defaults and ranges are vLLM's (`vllm/sampling_params.py`), except that `cache_salt`
+    and `priority`, which vLLM takes beside the prompt, are fields here. Frozen, so one object
+    can serve many requests; `dataclasses.replace` makes a changed copy and checks it.
 
     Attributes:
         n: sequences to generate from one prompt; sequence i draws with `seed + i`.
-        temperature: 0 is greedy (argmax); larger values flatten the distribution.
+        temperature: 0 is greedy (argmax); larger values, up to 2, flatten the distribution.
         seed: makes the draws a function of this number alone. None: the engine picks one.
         max_tokens: the most tokens to generate. None: up to `max_model_len`.
         ignore_eos: go on after the model's end-of-sequence token.
@@ -76,25 +76,30 @@ class SamplingParams:
     priority: int = 0
 
     def __post_init__(self):
-        check_integer("n", self.n, 1)
-        check_real("temperature", self.temperature, 0.0, inf)
+        self._check_numbers()
+        self._check_the_rest()
+
+    def _check_numbers(self):
+        check_integer("n", self.n, 1, MAX_N)
+        check_real("temperature", self.temperature, 0.0, 2.0)
         if self.seed is not None:
             check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1)
-        check_flag("ignore_eos", self.ignore_eos)
-        check_flag("detokenize", self.detokenize)
-        check_flag("skip_special_tokens", self.skip_special_tokens)
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        for token_id in self.stop_token_ids:
-            check_integer("stop_token_ids", token_id, 0)
-        if self.cache_salt is not None and (
-            not isinstance(self.cache_salt, str) or not self.cache_salt
-        ):
-            raise ValueError(
-                f"cache_salt must be None or a non-empty string, got {self.cache_salt!r}"
-            )
+
+    def _check_the_rest(self):
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+            check_flag(name, getattr(self, name))
         check_integer("priority", self.priority, -(2**31), 2**31 - 1)
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        is_list = isinstance(ids, list | tuple | set)
+        if not is_list or not all(is_integer(i) and i >= 0 for i in ids):
+            raise ValueError(f"stop_token_ids must be None or a list of integers >= 0, got {ids!r}")
+        # A frozen dataclass is still written to once, here: the field always holds a list.
+        object.__setattr__(self, "stop_token_ids", list(ids))
+        salt = self.cache_salt
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt must be None or a non-empty string, got {salt!r}")
 
     @property
     def greedy(self) -> bool:
@@ -102,16 +107,19 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
 
-@dataclass
+@dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it, as the engine receives it.
 
     Attributes:
         request_id: unique among the requests that the engine holds.
-        prompt_token_ids: the prompt, already tokenized.
+        prompt_token_ids: the prompt, already tokenized; the engine judges the ids.
         sampling_params: how to continue, and when to stop.
         prompt: the text the token ids came from, if there was one.
         arrival_time: seconds on the engine's monotonic clock, for metrics.
+
+    Raises:
+        ValueError: a field has the wrong type; the message names field and value.
     """
 
     request_id: str
@@ -123,11 +131,12 @@ class Request:
     def __post_init__(self):
         if not isinstance(self.request_id, str) or not self.request_id:
             raise ValueError(f"request_id must be a non-empty string, got {self.request_id!r}")
-        if not isinstance(self.sampling_params, SamplingParams):
-            raise ValueError(
-                f"sampling_params must be a SamplingParams, got {self.sampling_params!r}"
-            )
-        self.prompt_token_ids = list(self.prompt_token_ids)
+        ids, params = self.prompt_token_ids, self.sampling_params
+        if not isinstance(ids, list | tuple):
+            raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r}")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
+        object.__setattr__(self, "prompt_token_ids", list(ids))
 
 
 @dataclass
@@ -163,11 +172,13 @@ class CompletionOutput:
 class GenerationOutput:
     """All that is known of a request so far; the fields of vLLM's `RequestOutput` and `error`.
 
+    One object a request: the engine appends to it, so copy what must not change.
+
     Attributes:
         request_id, prompt, prompt_token_ids: as in the request.
         prompt_logprobs: per prompt token, where asked for.
         outputs: one `CompletionOutput` for each of the `n` continuations, by index.
-        finished: whether every continuation is finished.
+        finished: whether no continuation will get a further token.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         metrics: times of the request's life, where kept.
         error: why the request was refused; None for a request that was served.

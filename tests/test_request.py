@@ -1,0 +1,176 @@
+"""Requests: what is wrong is refused where it is written, and says field, value and range."""
+
+import copy
+import dataclasses
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tinyvllm.request import (
+    CompletionOutput,
+    GenerationOutput,
+    Request,
+    SamplingParams,
+    check_integer,
+    check_real,
+)
+
+INFINITE = [math.inf, -math.inf, math.nan]
+NOT_AN_INTEGER = [True, False, 1.0, 1.5, "1", b"1", [1], (), {}, 1j, *INFINITE]
+INTEGER = "must be an integer"
+BAD = {
+    "n": [
+        (v, f"{INTEGER} from 1 to 16384") for v in (None, 0, -1, 16385, 10**400, *NOT_AN_INTEGER)
+    ],
+    "temperature": [
+        (v, "must be a number from 0.0 to 2.0")
+        for v in (None, True, False, -1e-9, 2.0001, 10**400, "0.7", [1.0], 1j, *INFINITE)
+    ],
+    "seed": [
+        (v, f"{INTEGER} from {-(2**63)} to {2**63 - 1}")
+        for v in (2**63, -(2**63) - 1, *NOT_AN_INTEGER)
+    ],
+    "max_tokens": [(v, f"{INTEGER} >= 1") for v in (0, -1, *NOT_AN_INTEGER)],
+    "ignore_eos": [(v, "must be True or False") for v in (None, 0, 1, "no", np.True_, [])],
+    "stop_token_ids": [
+        (v, "must be None or a list of integers >= 0")
+        for v in (0, 50, False, "", "ab", b"ab", {}, {5: 6}, [-1], [5, "6"], [True], [1.0], [None])
+    ],
+    "detokenize": [(v, "must be True or False") for v in (None, 0, 1, "yes")],
+    "skip_special_tokens": [(v, "must be True or False") for v in (None, 0, 1, "yes")],
+    "cache_salt": [
+        (v, "must be None or a non-empty string") for v in ("", 0, 7, b"s", True, ["s"])
+    ],
+    "priority": [
+        (v, f"{INTEGER} from {-(2**31)} to {2**31 - 1}")
+        for v in (None, 2**31, -(2**31) - 1, *NOT_AN_INTEGER)
+    ],
+}
+GOOD = {
+    "n": [1, 2, 16384, np.int64(3)],
+    "temperature": [0, 0.0, 1e-9, 1, 2, 2.0, Fraction(1, 2), np.float32(0.5)],
+    "seed": [None, 0, -1, 2**63 - 1, -(2**63), np.int32(7)],
+    "max_tokens": [None, 1, 10**9, np.int64(5)],
+    "ignore_eos": [True, False],
+    "detokenize": [True, False],
+    "skip_special_tokens": [True, False],
+    "cache_salt": [None, "a", " "],
+    "priority": [0, 2**31 - 1, -(2**31)],
+}
+
+
+def test_every_field_is_tested():
+    assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"), [(n, v, text) for n, values in BAD.items() for v, text in values]
+)
+def test_bad_value_is_refused_with_field_value_and_range(name, value, allowed):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{name: value})
+    assert str(error.value) == f"{name} {allowed}, got {value!r}"
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in GOOD.items() for v in values])
+def test_good_value_is_kept(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_defaults_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.max_tokens) == (1, 1.0, 16)
+    assert params.seed is None and params.stop_token_ids == []
+    assert not params.ignore_eos and params.detokenize and params.skip_special_tokens
+
+
+def test_stop_token_ids_become_a_list_of_their_own():
+    ids = [5, 6]
+    params = SamplingParams(stop_token_ids=ids)
+    ids.append(7)
+    assert params.stop_token_ids == [5, 6]
+    assert SamplingParams(stop_token_ids=(5, 6)).stop_token_ids == [5, 6]
+    assert SamplingParams(stop_token_ids={5}).stop_token_ids == [5]
+    assert SamplingParams(stop_token_ids=[]).stop_token_ids == []
+
+
+@pytest.mark.parametrize(
+    ("temperature", "greedy"), [(0, True), (9.9e-6, True), (1e-5, False), (1.0, False)]
+)
+def test_greedy_begins_below_vllms_threshold(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_params_are_frozen_and_a_changed_copy_is_checked():
+    params = SamplingParams(max_tokens=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.max_tokens = 4
+    assert dataclasses.replace(params, max_tokens=4).max_tokens == 4
+    assert params.max_tokens == 8
+    with pytest.raises(ValueError, match="max_tokens must be an integer >= 1, got 0"):
+        dataclasses.replace(params, max_tokens=0)
+
+
+def test_an_unknown_field_is_an_error():
+    with pytest.raises(TypeError, match="max_new_tokens"):
+        SamplingParams(max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("request_id", ["", None, 7, b"r"], "request_id must be a non-empty string"),
+        (
+            "prompt_token_ids",
+            ["text", b"text", None, 5, iter([1]), {1}],
+            "prompt_token_ids must be a list of integers",
+        ),
+        ("sampling_params", [None, {}, 16], "sampling_params must be a SamplingParams"),
+    ],
+)
+def test_a_request_of_the_wrong_types_is_refused(field, values, message):
+    good = {"request_id": "r0", "prompt_token_ids": [1], "sampling_params": SamplingParams()}
+    for value in values:
+        with pytest.raises(ValueError) as error:
+            Request(**{**good, field: value})
+        assert str(error.value) == f"{message}, got {value!r}"
+
+
+def test_a_request_is_data():
+    ids, params = [1, 2], SamplingParams(seed=3)
+    request = Request("r0", ids, params, prompt="a b")
+    ids.append(3)
+    assert request.prompt_token_ids == [1, 2]
+    assert Request("r0", (1, 2), params, prompt="a b") == request
+    assert copy.deepcopy(request) == request == pickle.loads(pickle.dumps(request))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.request_id = "r1"
+
+
+def test_the_engine_judges_token_ids_not_the_request():
+    assert Request("r0", [], SamplingParams()).prompt_token_ids == []
+    assert Request("r0", [-1, 10**9], SamplingParams()).prompt_token_ids == [-1, 10**9]
+
+
+def test_outputs_start_empty_and_share_nothing():
+    first, second = CompletionOutput(0), CompletionOutput(1)
+    first.token_ids.append(7)
+    assert second.token_ids == [] and not second.finished
+    for reason in ("stop", "length", "abort"):
+        assert CompletionOutput(0, finish_reason=reason).finished
+    output = GenerationOutput("r0", None, [1])
+    output.outputs.append(first)
+    assert GenerationOutput("r1", None, [1]).outputs == []
+    assert not output.finished and output.error is None
+
+
+def test_checks_take_numpy_scalars_and_name_what_they_refuse():
+    check_integer("size", np.int64(3), 1, 3)
+    check_real("share", np.float32(0.5), 0.0, 1.0)
+    with pytest.raises(ValueError, match=r"size must be an integer from 1 to 3, got "):
+        check_integer("size", np.int64(4), 1, 3)
+    with pytest.raises(ValueError, match=r"share must be a number from 0.0 to 1.0, got "):
+        check_real("share", np.float32("nan"), 0.0, 1.0)
