@@ -101,9 +101,8 @@ class BlockPool:
             raise ValueError(f"num_blocks must be at least 2 (one is null), got {num_blocks}")
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_list = FreeList(self.blocks[NULL_BLOCK_ID + 1 :])
-        # hash -> the published blocks of that content, oldest first, by id. Two sequences may
-        # compute the same block before either is published; both copies stay, because block
-        # tables are append-only.
+        # hash -> the published blocks of that content by id, oldest first. Copies are kept,
+        # because block tables are append-only.
         self.published: dict[bytes, dict[int, Block]] = {}
 
     @property
@@ -115,6 +114,26 @@ class BlockPool:
     def num_usable(self) -> int:
         """Blocks that can ever be taken: all but the null block."""
         return len(self.blocks) - 1
+
+    def publish(self, block: Block, block_hash: bytes, token_ids: tuple[int, ...]):
+        """Make a full block findable by its content."""
+        block.block_hash = block_hash
+        block.token_ids = token_ids
+        self.published.setdefault(block_hash, {})[block.block_id] = block
+
+    def unpublish(self, block: Block):
+        """Forget a block's content; other blocks of the same content stay findable."""
+        copies = self.published[block.block_hash]
+        del copies[block.block_id]
+        if not copies:
+            del self.published[block.block_hash]
+        block.block_hash = None
+        block.token_ids = ()
+
+    def lookup(self, block_hash: bytes) -> Block | None:
+        """Return the oldest published block of this content, held or free, or None."""
+        copies = self.published.get(block_hash)
+        return next(iter(copies.values())) if copies else None
 
     def take(self, num_blocks: int) -> list[Block]:
         """Hand out blocks from the front of the free list, each with ref_count 1.
@@ -143,9 +162,8 @@ class BlockPool:
     def release(self, blocks: Iterable[Block]):
         """Give blocks up, in the order in which they should be reused.
 
-        Blocks without a hash go to the front of the free list: their memory is hot and
-        nothing is lost. Blocks with one go to the end: the least recently used is evicted
-        first.
+        Blocks without a hash go to the front of the free list: nothing is lost with them.
+        Blocks with one go to the end: the least recently used is overwritten first.
         """
         unpublished = []
         for block in blocks:
@@ -157,26 +175,6 @@ class BlockPool:
                     self.free_list.append(block)
         for block in reversed(unpublished):
             self.free_list.prepend(block)
-
-    def publish(self, block: Block, block_hash: bytes, token_ids: tuple[int, ...]):
-        """Make a full block findable by its content."""
-        block.block_hash = block_hash
-        block.token_ids = token_ids
-        self.published.setdefault(block_hash, {})[block.block_id] = block
-
-    def unpublish(self, block: Block):
-        """Forget a block's content; other blocks of the same content stay findable."""
-        copies = self.published[block.block_hash]
-        del copies[block.block_id]
-        if not copies:
-            del self.published[block.block_hash]
-        block.block_hash = None
-        block.token_ids = ()
-
-    def lookup(self, block_hash: bytes) -> Block | None:
-        """Return the oldest published block of this content, held or free, or None."""
-        copies = self.published.get(block_hash)
-        return next(iter(copies.values())) if copies else None
 
     def check_invariants(self):
         """Raise an AssertionError that names the first broken rule."""

@@ -1,4 +1,5 @@
-"""The engine: plan, execute, update, and tell. It knows tokens, not text.
+"""Plan, execute, update, and tell: the loop that serves many requests at once, and knows tokens but
+no text.
 
 Built, step by step, in notebooks/07_engine.ipynb.
 """
@@ -41,8 +42,8 @@ class MockModelRunner:
     """A model without a network: the next token is a hash of the tokens that came before.
 
     It is honest about memory. Every token and its position is stored by `slot_mapping`, and
-    the context is read back through `block_table` alone, so a wrong slot, table, position or
-    a block shared by mistake changes the answer.
+    the context is read back through `block_table` alone, so a wrong slot, table or position,
+    or a block that is shared by mistake, changes the answer.
 
     Args:
         vocab_size: ids are drawn from 0 to vocab_size - 1.
@@ -62,11 +63,13 @@ class MockModelRunner:
         self.max_model_len = max_model_len
         self.slots = np.full((num_blocks, block_size, 2), -1, np.int64)  # (token, position)
 
+    def _answer(self, context: np.ndarray) -> int:
+        digest = blake2b(context.tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.vocab_size
+
     def next_token(self, token_ids: list[int]) -> int:
         """The token that follows these: the oracle, without any cache."""
-        context = np.stack([np.array(token_ids), np.arange(len(token_ids))], axis=1)
-        digest = blake2b(context.astype(np.int64).tobytes(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % self.vocab_size
+        return self._answer(np.stack([token_ids, np.arange(len(token_ids))], 1, dtype=np.int64))
 
     def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
         """Store the batch's tokens, then answer each sampled row from what its table reads."""
@@ -75,8 +78,7 @@ class MockModelRunner:
         sampled = []
         for row in np.searchsorted(batch.query_start_loc, batch.logits_indices, "right") - 1:
             context = self.slots[batch.block_table[row]].reshape(-1, 2)[: batch.seq_lens[row]]
-            digest = blake2b(context.tobytes(), digest_size=8).digest()
-            sampled.append(int.from_bytes(digest, "little") % self.vocab_size)
+            sampled.append(self._answer(context))
         return ModelRunnerOutput(sampled)
 
 
@@ -90,7 +92,7 @@ class StepEvent:
         scheduled: (id, start position, number of tokens), in execution order.
         new, resumed, preempted: ids.
         hits: tokens found in the prefix cache, of each admitted sequence.
-        sampled: the token each sequence got.
+        sampled: the token that each sequence got.
         finished: finish reason of each sequence that ended in this step.
         block_ids: block table of each scheduled sequence, as the model saw it.
         num_running, num_waiting, free_blocks: after the step.
@@ -111,13 +113,10 @@ class StepEvent:
     free_blocks: int
 
 
-def _as_int64(number: int) -> int:
-    """Wrap around like a 64-bit integer: the seed after the largest is the smallest."""
-    return (number - INT64_MIN) % 2**64 + INT64_MIN
-
-
 class Engine:
     """Serves many requests at once; each `step` advances everything that is scheduled.
+
+    Follows vllm/v1/engine/core.py.
 
     Args:
         config: the settings; `max_model_len` may still be open.
@@ -126,6 +125,7 @@ class Engine:
 
     Attributes:
         observers: called with a `StepEvent` after every step.
+        num_steps: steps so far.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, eos_token_id: int | None = None):
@@ -143,17 +143,48 @@ class Engine:
         self._num_arrived = 0
         self._seeds = random.Random(self.config.seed)
 
+    def _refusal(self, request: Request) -> str | None:
+        """Why a request can never be served; None if it can."""
+        prompt, max_model_len = request.prompt_token_ids, self.config.max_model_len
+        if not prompt:
+            return "prompt_token_ids must hold at least one token, got none"
+        for token_id in prompt:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.runner.vocab_size:
+                largest = self.runner.vocab_size - 1
+                return f"prompt_token_ids must be integers from 0 to {largest}, got {token_id!r}"
+        if len(prompt) + 1 > max_model_len:
+            return (
+                f"prompt_token_ids must hold at most {max_model_len - 1} tokens "
+                f"(max_model_len {max_model_len} less one to generate), got {len(prompt)}"
+            )
+        return self._memory_refusal(len(prompt), request.sampling_params.max_tokens)
+
+    def _memory_refusal(self, num_prompt: int, max_tokens: int | None) -> str | None:
+        """Why a request could outgrow the whole KV cache; None if it cannot."""
+        limit = self.config.max_model_len
+        longest = limit if max_tokens is None else min(num_prompt + max_tokens, limit)
+        # The last token of a sequence needs no slot: nothing comes after it.
+        needed, usable = self.kv.num_blocks_for(longest - 1), self.kv.num_usable_blocks
+        if needed <= usable:
+            return None
+        fitting = usable * self.config.block_size + 1 - num_prompt
+        advice = f"max_tokens of at most {fitting}" if fitting > 0 else "a shorter prompt"
+        return (
+            f"max_tokens {max_tokens} after a prompt of {num_prompt} tokens may need {needed} "
+            f"KV blocks, the cache has {usable}: ask for {advice}, or give the cache more blocks"
+        )
+
     def add_request(self, request: Request):
-        """Accept a request. One that cannot be served does not raise and harms nobody: the
+        """Accept a request. One that can never be served does not raise and harms nobody: the
         next `step` returns its output with `error` set.
 
         Raises:
             ValueError: the request id is in use.
         """
-        request_id = request.request_id
-        if request_id in self._outputs:
+        request_id, params = request.request_id, request.sampling_params
+        ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
+        if request_id in self._outputs or any(i in self.scheduler.sequences for i in ids):
             raise ValueError(f"request_id {request_id!r} is in use")
-        params = request.sampling_params
         output = GenerationOutput(request_id, request.prompt, request.prompt_token_ids)
         output.error = self._refusal(request)
         if output.error is not None:
@@ -163,48 +194,13 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = self._seeds.randint(INT64_MIN, INT64_MAX)
-        ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-        for seq_id in ids:
-            if seq_id in self.scheduler.sequences:
-                raise ValueError(f"request_id {request_id!r} needs sequence id {seq_id!r}: in use")
-        sequences = []
+        output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        self._outputs[request_id], self._sequences[request_id] = output, []
         for index, seq_id in enumerate(ids):
-            seq = Sequence(seq_id, request, index, self._num_arrived, _as_int64(seed + index))
+            seq = Sequence(seq_id, request, index, self._num_arrived, as_int64(seed + index))
             self._num_arrived += 1
+            self._sequences[request_id].append(seq)
             self.scheduler.add(seq)
-            sequences.append(seq)
-            output.outputs.append(CompletionOutput(index))
-        self._outputs[request_id] = output
-        self._sequences[request_id] = sequences
-
-    def _refusal(self, request: Request) -> str | None:
-        """Why a request can never be served; None if it can."""
-        prompt, vocab_size = request.prompt_token_ids, self.runner.vocab_size
-        max_model_len = self.config.max_model_len
-        if not prompt:
-            return "prompt_token_ids must hold at least one token, got none"
-        for token_id in prompt:
-            if not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                return (
-                    f"prompt_token_ids must be integers from 0 to {vocab_size - 1}, "
-                    f"got {token_id!r}"
-                )
-        if len(prompt) + 1 > max_model_len:
-            return (
-                f"prompt_token_ids must hold at most {max_model_len - 1} tokens "
-                f"(max_model_len {max_model_len} less one to generate), got {len(prompt)}"
-            )
-        max_tokens = request.sampling_params.max_tokens or max_model_len
-        longest = min(len(prompt) + max_tokens, max_model_len)
-        # The last token of a sequence needs no slot: nothing comes after it.
-        needed, usable = self.kv.num_blocks_for(longest - 1), self.kv.num_usable_blocks
-        if needed > usable:
-            return (
-                f"max_tokens {request.sampling_params.max_tokens} after a prompt of {len(prompt)} "
-                f"tokens may need {needed} KV blocks, the cache has {usable}: lower max_tokens to "
-                f"at most {usable * self.config.block_size + 1 - len(prompt)} or add blocks"
-            )
-        return None
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has anything to do or to deliver."""
@@ -229,7 +225,7 @@ class Engine:
             for seq, token_id in zip(plan.sampling, token_ids, strict=True)
             if not seq.status.finished
         ]
-        # The model saw the tables as they are now; `update` takes those of the finished away.
+        # The tables as the model saw them: `update` takes away those of finished sequences.
         block_ids = {}
         if self.observers:
             block_ids = {seq.seq_id: self.kv.block_ids(seq) for seq, _, _ in plan.scheduled}
@@ -265,8 +261,8 @@ class Engine:
             completion = output.outputs[seq.index]
             completion.finish_reason = seq.finish_reason
             completion.stop_reason = seq.stop_reason
-            if all(completion.finished for completion in output.outputs):
-                output.finished = True
+            output.finished = all(completion.finished for completion in output.outputs)
+            if output.finished:
                 self._forget(output.request_id)
         return list(changed.values())
 
@@ -283,15 +279,16 @@ class Engine:
     ):
         if not self.observers:
             return
-        starts = {seq.seq_id: start for seq, start, _ in plan.scheduled}
+        scheduled = [(seq.seq_id, start, num) for seq, start, num in plan.scheduled]
+        admitted = {seq.seq_id for seq in plan.new + plan.resumed}
         event = StepEvent(
             step=self.num_steps,
             time=time.monotonic(),
-            scheduled=[(seq.seq_id, start, num) for seq, start, num in plan.scheduled],
+            scheduled=scheduled,
             new=[seq.seq_id for seq in plan.new],
             resumed=[seq.seq_id for seq in plan.resumed],
             preempted=[seq.seq_id for seq in plan.preempted],
-            hits={seq.seq_id: starts[seq.seq_id] for seq in plan.new + plan.resumed},
+            hits={seq_id: start for seq_id, start, _ in scheduled if seq_id in admitted},
             sampled={seq.seq_id: token_id for seq, token_id in sampled},
             finished={seq.seq_id: seq.finish_reason for seq in finished},
             block_ids=block_ids,
@@ -319,7 +316,7 @@ class Engine:
         return output
 
     def explain(self, request_id: str) -> str:
-        """Say where a request is and what it waits for, one sentence for each live sequence.
+        """Say where a request is and what it waits for, a line for each live sequence.
 
         Raises:
             KeyError: no such request is alive.
@@ -333,3 +330,8 @@ class Engine:
         """Raise an AssertionError that names the first broken rule. Call it between steps."""
         self.scheduler.check_invariants()
         self.kv.check_invariants(self.scheduler.running)
+
+
+def as_int64(number: int) -> int:
+    """Wrap around like a 64-bit integer: after the largest seed comes the smallest."""
+    return (number - INT64_MIN) % 2**64 + INT64_MIN

@@ -127,9 +127,6 @@ class KVCacheManager:
     ) -> list[Block] | None:
         """Give the sequence slots for its next tokens, and publish the blocks they fill.
 
-        Publishing before the tokens are computed lets sequences admitted in one step share a
-        prefix: every layer stores keys and values before it reads any.
-
         Args:
             seq: the sequence; `num_computed_tokens` of its tokens have slots.
             num_new_tokens: tokens that need slots after the computed ones and the hits.
@@ -144,11 +141,8 @@ class KVCacheManager:
         table = self.tables.get(seq.seq_id)
         taken: list[Block] = []
         if table is None or num_tokens > len(table.blocks) * block_size:
-            needed = self.num_blocks_to_take(seq, num_tokens, hits)
-            reserved = needed
-            if full_sequence_must_fit:
-                reserved = self.num_blocks_to_take(seq, seq.num_tokens, hits)
-            if max(needed, reserved) > self.pool.num_free:
+            must_fit = seq.num_tokens if full_sequence_must_fit else num_tokens
+            if self.num_blocks_to_take(seq, must_fit, hits) > self.pool.num_free:
                 return None
             if table is None:
                 # Touch the hits first, or taking blocks could evict them.
@@ -171,8 +165,8 @@ class KVCacheManager:
         """Take all blocks back from a sequence, the last one first: the prefix lives longest.
 
         A sequence that is preempted in the step in which it was scheduled has published blocks
-        that will never be computed; those are unpublished. No other sequence can hold them:
-        hits are only handed out in steps without preemption.
+        that will never be computed; those are unpublished. Nobody else holds them: hits are
+        only handed out in steps without preemption.
         """
         table = self.tables.pop(seq.seq_id, None)
         if table is None:
