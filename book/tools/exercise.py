@@ -40,6 +40,7 @@ class Exercise:
     """One exercise of a notebook, as the test finds it."""
 
     label: str  # "ex-03-1"
+    cell: str  # id of the stub's cell, which shows the verdict on the stub
     check: str  # name of the check
     answer: str  # name that the stub, and then the solution, defines
     solution: str  # source of the solution
@@ -69,7 +70,7 @@ def find_exercises(cells: list, name: str) -> list[Exercise]:
                 f"{where}: the stub must be followed by a markdown cell that is all "
                 "<details><summary>Solution</summary> and holds a ```python block"
             )
-        exercises.append(Exercise(label[1], *names, "\n".join(blocks)))
+        exercises.append(Exercise(label[1], stub.id, *names, "\n".join(blocks)))
     return exercises
 
 
