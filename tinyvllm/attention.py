@@ -44,6 +44,11 @@ class PagedKVCache:
         """Memory that one block takes, keys and values of all layers together."""
         return 2 * num_layers * block_size * num_heads * head_size * dtype.itemsize
 
+    @property
+    def has_decode_kernel(self) -> bool:
+        """Whether `paged_decode` can read this cache: float32 on a CPU."""
+        return self.keys.device.type == "cpu" and self.keys.dtype == torch.float32
+
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write `[T, H, D]` keys and values of one layer to the slots `int64 [T]`."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
@@ -85,6 +90,27 @@ def reference_paged_attention(
             scores = torch.einsum("hd,khd->hk", query[row].float(), k) * scale
             output[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v).to(query.dtype)
     return output
+
+
+def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence's chunk by PyTorch's fused kernel.
+
+    query `[q, H, D]`, the last q tokens of the sequence; keys, values `[n, H, D]`, all of it.
+    """
+    num_queries, length = len(query), len(keys)
+    # Query i stands at position length - num_queries + i. Without a prefix that is the plain
+    # triangle, which the kernel knows by itself and does not even compute the other half of.
+    mask = None
+    if num_queries < length:
+        ones = torch.ones(num_queries, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril(length - num_queries)
+    # The fused kernel takes [batch, H, tokens, D]. Without the batch dimension PyTorch falls
+    # back to separate products and a softmax, at a third of the speed.
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return mixed[0].transpose(0, 1)
 
 
 @njit(parallel=True, cache=True, fastmath={"reassoc", "contract"})
@@ -173,36 +199,27 @@ class PagedAttention:
     """One step's attention: the `attend` that the model calls once per layer.
 
     Stores the step's keys and values, then answers from the cache: sequences with one query
-    token by the decode kernel, longer chunks by PyTorch's fused attention, one sequence at a
-    time. Off the CPU, or in 16 bits, every sequence takes the second way.
+    token by the decode kernel, longer chunks one by one with `chunk_attention`. Off the CPU, or
+    in 16 bits, every sequence takes the second way.
     """
 
     def __init__(self, cache: PagedKVCache, batch: ExecutionBatch):
         self.cache = cache
-        device = cache.keys.device
-        self.slot_mapping = torch.from_numpy(batch.slot_mapping).to(device)
+        self.slot_mapping = torch.from_numpy(batch.slot_mapping).to(cache.keys.device)
         query_lens = np.diff(batch.query_start_loc)
-        kernel = device.type == "cpu" and cache.keys.dtype == torch.float32
-        decodes = np.flatnonzero(query_lens == 1) if kernel else np.empty(0, np.int64)
-        self.decode_rows = torch.from_numpy(batch.query_start_loc[decodes]).long()
-        self.decode_table = batch.block_table[decodes]
-        self.decode_lens = batch.seq_lens[decodes]
-        self.chunks = [
-            self.chunk(batch, seq, device)
-            for seq in range(len(query_lens))
-            if not (kernel and query_lens[seq] == 1)
-        ]
+        is_decode = (query_lens == 1) & cache.has_decode_kernel
+        self.decode_rows = torch.from_numpy(batch.query_start_loc[:-1][is_decode]).long()
+        self.decode_table = batch.block_table[is_decode]
+        self.decode_lens = batch.seq_lens[is_decode]
+        self.chunks = [self.chunk(batch, seq) for seq in np.flatnonzero(~is_decode)]
 
-    def chunk(self, batch: ExecutionBatch, seq: int, device: torch.device) -> tuple:
-        """What one sequence's chunk needs in every layer: rows, block ids, length and mask."""
+    def chunk(self, batch: ExecutionBatch, seq: int) -> tuple[slice, Tensor, int]:
+        """Where a sequence's rows, blocks and keys are: the same in every layer."""
         start, end = batch.query_start_loc[seq : seq + 2].tolist()
         length = int(batch.seq_lens[seq])
-        blocks = -(-length // self.cache.block_size)
-        block_ids = torch.from_numpy(batch.block_table[seq, :blocks]).long().to(device)
-        # Causal by absolute position: the chunk's first query stands at length - (end - start).
-        keys = torch.arange(length, device=device)
-        mask = keys <= keys[length - (end - start) :, None]  # [queries, keys]
-        return slice(start, end), block_ids, length, mask
+        num_blocks = -(-length // self.cache.block_size)
+        block_ids = torch.from_numpy(batch.block_table[seq, :num_blocks]).long()
+        return slice(start, end), block_ids.to(self.cache.keys.device), length
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -210,12 +227,9 @@ class PagedAttention:
         """`[T, H, D]` query, key, value of one layer in, `[T, H, D]` out."""
         self.cache.store(layer, key, value, self.slot_mapping)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for rows, block_ids, length, mask in self.chunks:
+        for rows, block_ids, length in self.chunks:
             keys, values = self.cache.gather(layer, block_ids, length)
-            # scaled_dot_product_attention wants heads first: [H, tokens, D].
-            q, k, v = (t.transpose(0, 1) for t in (query[rows], keys, values))
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-            output[rows] = mixed.transpose(0, 1)
+            output[rows] = chunk_attention(query[rows], keys, values, scale)
         if len(self.decode_lens):
             output[self.decode_rows] = paged_decode(
                 query[self.decode_rows],
