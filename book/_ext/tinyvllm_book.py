@@ -1,7 +1,8 @@
 """What the book adds to Sphinx: the thread between a chapter's cells and the package.
 
 An exported cell is shown under the name of the module that it goes to, and an entry of the API
-pages links to the section of the chapter that built it. Both read the cells' `export` tags.
+pages links to the section of the chapter that built it. Both read the cells' `export` tags. A plot
+is described to those who cannot see it by the `# Alt:` comment of its cell.
 """
 
 import ast
@@ -15,6 +16,18 @@ import nbformat
 from docutils import nodes
 
 EXPORT = re.compile(r"export(?::(\w+))?$")
+
+# What the theme and the writers leave undone for those who hear the page (WCAG 4.1.2, 2.5.3).
+MENDS = [
+    # Names that hide or contradict the text that is seen.
+    (r'(search-button__button[^>]*?) title="Search" aria-label="Search"', r"\1"),
+    (r'(<i class="theme-switch [^>]*?) +title="[^"]*"', r"\1"),
+    (r'<summary aria-label="Toggle hidden content">', "<summary>"),
+    # The arrow beside a chapter that has pages below it has no name at all.
+    (r'<summary>(?=<span class="toctree-toggle")', '<summary aria-label="Pages below">'),
+    # Bibliography entries: the role is no longer one, and a list may hold only list items.
+    (r'role="doc-biblioentry"', 'role="listitem"'),
+]
 
 
 class Origin(NamedTuple):
@@ -98,9 +111,30 @@ def add_origin(app, what, name, obj, options, lines):
     lines += ["", ".. container:: tv-built", "", f"   {built}", ""]
 
 
+def describe_plots(app, doctree):
+    """Give a plot the text of its cell's comment `# Alt: what the picture shows.`"""
+    for cell in doctree.findall(nodes.container):
+        source = next(cell.findall(nodes.literal_block), None)
+        if "cell" not in cell.get("classes", []) or source is None:
+            continue
+        if match := re.search(r"^# Alt: (.+(?:\n# .+)*)", source.astext(), re.M):
+            for image in cell.findall(nodes.image):
+                image["alt"] = match[1].replace("\n# ", " ")
+
+
+def mend_pages(app, exception):
+    """Apply MENDS to every page once all are written."""
+    for path in Path(app.outdir).rglob("*.html") if exception is None else ():
+        old = new = path.read_text(encoding="utf-8")
+        for pattern, replacement in MENDS:
+            new = re.sub(pattern, replacement, new)
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+
+
 def mend_docstring(app, what, name, obj, options, lines):
-    """Before napoleon: keep a property's colon, and make a module's notebook a link."""
-    if what == "property":
+    """Before napoleon: keep the colon of an attribute, and make a module's notebook a link."""
+    if what in ("attribute", "property"):
         # napoleon takes "Usable blocks: all but one" for a type, unless the line breaks before it.
         lines[:1] = re.sub(r" (\S+: )", r"\n\1", lines[0], count=1).split("\n")
     if what == "module":
@@ -114,6 +148,8 @@ def slashes(names: re.Match) -> str:
 
 def setup(app):
     app.connect("autodoc-process-docstring", mend_docstring, priority=400)
+    app.connect("doctree-read", describe_plots)
     app.connect("doctree-read", add_captions)
     app.connect("autodoc-process-docstring", add_origin)
+    app.connect("build-finished", mend_pages)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
