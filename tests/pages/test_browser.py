@@ -1,7 +1,9 @@
 """Every page in a real browser, from file:// and offline: nothing is asked of the network, and axe
 finds no violation of WCAG 2.2 A and AA, in light and in dark."""
 
-from tests.pages.built import AXE, missing
+import pytest
+
+from tests.pages.built import AXE, INDEX, PAGES, missing
 
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 OPEN_ALL = "document.querySelectorAll('details').forEach((fold) => { fold.open = true; })"
@@ -33,3 +35,9 @@ def test_page_is_accessible_and_offline(tab, page):
         tab.wait_for_selector(f"html[data-theme={theme}]")
         found[theme] = violations(tab)
     assert found == {"light": [], "dark": []}
+
+
+@pytest.mark.skipif(not PAGES, reason="no pages: run make book")
+def test_index_leads_to_the_first_page(tab):
+    tab.goto(INDEX.as_uri())
+    tab.wait_for_url("**/book/intro.html")
