@@ -6,40 +6,16 @@ import time
 
 import pytest
 import tokenizers
+from babbler import TEXTS, train_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers
 
+from tinyvllm.gpt2 import ModelLoadError
 from tinyvllm.tokenizer import IncrementalDetokenizer, Tokenizer, byte_alphabet
-
-TEXTS = [
-    "Once upon a time there was a fox named Pip.",
-    "The family 👨‍👩‍👧 waved 👋🏽 at the boat 🇳🇴.",
-    "สวัสดีครับ ผมชื่อทิม",
-    "नमस्ते दुनिया, क्षत्रिय",
-    "naïve café — 你好，世界",
-    " \n\ttabs, spaces   and\r\nnew lines\x00",
-]
-
-
-def train_backend() -> tokenizers.Tokenizer:
-    """A byte-level BPE whose merges split and join the characters of TEXTS."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|endoftext|>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXTS * 20, trainer)
-    return backend
-
 
 BACKEND = train_backend()
 TOKENIZER = Tokenizer(BACKEND)
-SHIPPED = Tokenizer.from_pretrained()
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], **kwargs) -> list[str]:
@@ -49,7 +25,11 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], **kwargs) -> list[str]:
     return [*pieces, detokenizer.decode([], final=True)]
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, SHIPPED], ids=["trained", "shipped"])
+@pytest.fixture(scope="module", params=["trained", "shipped"])
+def tokenizer(request):
+    return TOKENIZER if request.param == "trained" else Tokenizer.from_pretrained()
+
+
 class TestRoundTrip:
     @pytest.mark.parametrize("text", TEXTS)
     def test_text_comes_back(self, tokenizer, text):
@@ -152,12 +132,12 @@ def test_saved_truncation_and_padding_are_switched_off():
 def test_cost_is_linear_in_tokens():
     """Ten times the tokens take about ten times as long; a quadratic cost would take a hundred."""
     rng = random.Random(0)
-    ids = [rng.randrange(SHIPPED.vocab_size) for _ in range(100_000)]
+    ids = [rng.randrange(TOKENIZER.vocab_size) for _ in range(100_000)]
 
     def seconds(count):
-        start = time.perf_counter()
-        stream(SHIPPED, ids[:count])
-        return time.perf_counter() - start
+        start = time.process_time()
+        stream(TOKENIZER, ids[:count])
+        return time.process_time() - start
 
     assert min(seconds(100_000) for _ in range(3)) < 30 * min(seconds(10_000) for _ in range(3))
 
@@ -196,11 +176,11 @@ class TestFiles:
         assert loaded.decode(loaded.encode(TEXTS[2])) == TEXTS[2]
 
     def test_missing_files_are_named(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"missing: tokenizer.json, vocab.json, merges"):
+        with pytest.raises(ModelLoadError, match=r"missing: tokenizer.json, vocab.json, merges"):
             Tokenizer.from_pretrained(tmp_path)
         BACKEND.model.save(str(tmp_path))
         (tmp_path / "merges.txt").unlink()
-        with pytest.raises(FileNotFoundError, match=r"missing: tokenizer.json, merges.txt"):
+        with pytest.raises(ModelLoadError, match=r"missing: tokenizer.json, merges.txt"):
             Tokenizer.from_pretrained(tmp_path)
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -208,7 +188,7 @@ class TestFiles:
     def test_broken_files_are_named(self, tmp_path, name, content):
         BACKEND.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=rf"cannot read .*{name}"):
+        with pytest.raises(ModelLoadError, match=rf"{name}: cannot be read"):
             Tokenizer.from_pretrained(tmp_path)
 
     def test_another_kind_of_vocabulary_is_refused(self):
@@ -217,8 +197,8 @@ class TestFiles:
             Tokenizer(backend)
 
     def test_neither_folder_nor_hub_id(self):
-        with pytest.raises(FileNotFoundError, match=r"no folder './nowhere/at all'"):
-            Tokenizer.from_pretrained("./nowhere/at all")
+        with pytest.raises(ModelLoadError, match=r"\./nowhere: no such folder"):
+            Tokenizer.from_pretrained("./nowhere")
 
 
 def test_same_tokens_as_transformers(tmp_path):

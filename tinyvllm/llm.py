@@ -5,8 +5,10 @@ Built, step by step, in notebooks/15_llm.ipynb.
 
 import dataclasses
 import itertools
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from numbers import Integral
 from pathlib import Path
 
@@ -73,6 +75,26 @@ class DeltaStream:
         return dataclasses.replace(completion, text=text, token_ids=completion.token_ids[start:])
 
 
+@contextmanager
+def uninterrupted():
+    """Let Ctrl-C wait until the block is done, so that it never cuts a step in half.
+
+    Only the main thread is ever interrupted. A handler that is not Python's is left alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught = []
+    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])
+
+
 class LLM:
     """A model, its tokenizer and an engine: the door for offline use, named as in vLLM.
 
@@ -83,8 +105,8 @@ class LLM:
 
     Raises:
         TypeError: an engine argument that does not exist.
-        ValueError: an engine argument out of range, or a checkpoint that is not a GPT-2.
-        FileNotFoundError: a model or tokenizer that is not there.
+        ValueError: an engine argument out of range.
+        ModelLoadError: a model or tokenizer that is missing or cannot be used.
     """
 
     def __init__(
@@ -168,8 +190,9 @@ class LLM:
         unfinished = {request.request_id for request in requests}
         self.inboxes.update(dict.fromkeys(unfinished, inbox))
         try:
-            for request in requests:
-                self.engine.add_request(request)
+            with uninterrupted():
+                for request in requests:
+                    self.engine.add_request(request)
             while unfinished and (inbox or self.engine.has_unfinished_requests()):
                 if not inbox:
                     self.step()
@@ -179,16 +202,18 @@ class LLM:
                     unfinished.remove(output.request_id)
                 yield output
         finally:
-            for request_id in unfinished:
-                self.engine.abort(request_id)
-            for request in requests:
-                del self.inboxes[request.request_id]
+            with uninterrupted():
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
+                for request in requests:
+                    del self.inboxes[request.request_id]
 
     def step(self):
         """One step of the engine; every output that grew goes to the stream that waits for it."""
-        for output in self.engine.step():
-            if output.request_id in self.inboxes:
-                self.inboxes[output.request_id][output.request_id] = output
+        with uninterrupted():
+            for output in self.engine.step():
+                if output.request_id in self.inboxes:
+                    self.inboxes[output.request_id][output.request_id] = output
 
     def make_requests(
         self,

@@ -6,12 +6,12 @@ Built, step by step, in notebooks/14_tokenizer.ipynb.
 import codecs
 import json
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 
 import tokenizers
-from huggingface_hub import snapshot_download
 from tokenizers import decoders, models, pre_tokenizers
+
+from tinyvllm.gpt2 import ModelLoadError, find_model
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -37,37 +37,16 @@ def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
     return token.encode()
 
 
-TOKENIZER_FILES = ["tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"]
-
-
-def tokenizer_folder(path: str | Path | None) -> Path:
-    """The folder that holds the tokenizer files of `path`, fetched from the hub if need be.
-
-    `path` is a folder, the id of a model on the Hugging Face hub, or None for the shipped model.
-    Raises FileNotFoundError when it is none of these.
-    """
-    if path is None:
-        return Path(str(files("tinyvllm"))) / "assets" / "tiny-gpt2"
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=TOKENIZER_FILES))
-    except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"tokenizer: no folder {str(path)!r}, and it cannot be fetched from the "
-            f"Hugging Face hub ({type(error).__name__})"
-        ) from error
-
-
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Read `tokenizer.json`, or else GPT-2's older pair of `vocab.json` and `merges.txt`.
 
-    Raises FileNotFoundError naming what is missing, ValueError naming a file that does not parse.
+    Raises ModelLoadError naming the files that are missing, or the one that does not parse.
     """
-    full, vocab, merges = (folder / name for name in TOKENIZER_FILES[:3])
+    full, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
     missing = [file.name for file in (full, vocab, merges) if not file.is_file()]
+    file = full if full.is_file() else vocab
     try:
-        if full.name not in missing:
+        if file == full:
             return tokenizers.Tokenizer.from_file(str(full))
         if missing == [full.name]:
             backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
@@ -75,25 +54,24 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
             backend.decoder = decoders.ByteLevel()
             return backend
     except Exception as error:  # the library raises nothing narrower
-        file = vocab if full.name in missing else full
-        raise ValueError(f"tokenizer: cannot read {file}: {error}") from error
-    raise FileNotFoundError(
-        f"tokenizer: {folder} needs tokenizer.json, or vocab.json and merges.txt; "
+        raise ModelLoadError(f"{file}: cannot be read as a tokenizer: {error}") from error
+    raise ModelLoadError(
+        f"{folder}: a tokenizer is tokenizer.json, or vocab.json and merges.txt; "
         f"missing: {', '.join(missing)}"
     )
 
 
 def eos_token_of(folder: Path) -> str:
-    """The text of the end-of-sequence token: `tokenizer_config.json` may name one of its own."""
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return "<|endoftext|>"
-    try:
-        eos_token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"tokenizer: cannot read {file}: {error}") from error
+    """The text of the end-of-sequence token: `tokenizer_config.json` may name another one."""
+    path = folder / "tokenizer_config.json"
+    eos_token = None
+    if path.is_file():
+        try:
+            eos_token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error}") from error
     if isinstance(eos_token, dict):  # some versions save the token with its flags
-        eos_token = eos_token["content"]
+        eos_token = eos_token.get("content")
     return eos_token or "<|endoftext|>"
 
 
@@ -134,9 +112,9 @@ class Tokenizer:
     def from_pretrained(cls, path: str | Path | None = None) -> "Tokenizer":
         """Load the tokenizer of a model: a folder, a hub id, or None for the shipped model.
 
-        Raises FileNotFoundError naming the missing file, ValueError naming one that is not valid.
+        Raises ModelLoadError naming the folder or file that is missing or not valid.
         """
-        folder = tokenizer_folder(path)
+        folder = find_model(path)
         return cls(load_backend(folder), eos_token_of(folder))
 
     def encode(self, text: str) -> list[int]:

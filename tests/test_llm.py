@@ -1,0 +1,354 @@
+"""`LLM`: whatever form the prompts have, the same answers; and a stream that can be left."""
+
+import random
+import signal
+import threading
+from dataclasses import replace
+
+import numba
+import pytest
+import torch
+from babbler import EOS, make_babbler
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.gpt2 import ModelLoadError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+DRAWN = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
+PROMPTS = ["Once upon a time", "a fox", "สวัสดี", "Once upon a boat"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by handing work to other threads."""
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield
+    torch.set_num_threads(torch_threads)
+    numba.set_num_threads(numba_threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_babbler(tmp_path_factory.mktemp("babbler"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, device="cpu", num_gpu_blocks_override=200)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(llm):
+    """After every test the engine is idle, its rules hold and every block is free."""
+    yield
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.kv.num_free_blocks == llm.engine.kv.num_usable_blocks
+    assert not llm.inboxes
+    llm.engine.check_invariants()
+
+
+def generate(llm, prompts, params=GREEDY):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+class TestPrompts:
+    def test_every_form_gives_the_same_answer(self, llm):
+        text = PROMPTS[0]
+        ids = llm.tokenizer.encode(text)
+        forms = [text, ids, tuple(ids), {"prompt": text}, {"prompt_token_ids": ids}]
+        forms.append({"prompt": "the words that go with it", "prompt_token_ids": ids})
+        expected = generate(llm, text)[0].outputs
+        for form in forms:
+            assert [output.outputs for output in generate(llm, form)] == [expected]
+        assert [output.outputs for output in generate(llm, forms)] == [expected] * len(forms)
+
+    def test_outputs_say_what_was_asked(self, llm):
+        one, two, three = generate(llm, ["a fox", [5, 6], {"prompt_token_ids": [7], "prompt": "x"}])
+        assert (one.prompt, one.prompt_token_ids) == ("a fox", llm.tokenizer.encode("a fox"))
+        assert (two.prompt, two.prompt_token_ids) == (None, [5, 6])
+        assert (three.prompt, three.prompt_token_ids) == ("x", [7])
+        assert len({one.request_id, two.request_id, three.request_id}) == 3
+        assert one.finished and one.error is None and one.outputs[0].index == 0
+
+    def test_order_is_that_of_the_prompts(self, llm):
+        """The first asks for the most tokens and finishes last."""
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (30, 9, 1)]
+        outputs = generate(llm, PROMPTS[:3], params)
+        assert [output.prompt for output in outputs] == PROMPTS[:3]
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [30, 9, 1]
+        assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+    def test_no_prompts(self, llm):
+        assert generate(llm, []) == []
+        assert list(llm.stream([])) == []
+
+    def test_default_params(self, llm):
+        (output,) = llm.generate("a fox", use_tqdm=False)
+        assert 1 <= len(output.outputs[0].token_ids) <= SamplingParams().max_tokens == 16
+
+    @pytest.mark.parametrize("bad", [None, 3, 2.5, ["a", 1], [1, None], {"text": "a"}, {}, [[1]]])
+    def test_something_that_is_no_prompt(self, llm, bad):
+        with pytest.raises(TypeError, match=r"prompts\[1\] must be a string"):
+            generate(llm, ["fine", bad])
+
+    def test_text_that_is_not_unicode(self, llm):
+        with pytest.raises(ValueError, match=r"prompts\[1\].*not valid Unicode"):
+            generate(llm, ["fine", "\ud800"])
+
+    def test_params_must_match_the_prompts(self, llm):
+        with pytest.raises(ValueError, match=r"got 1 for 2 prompts"):
+            generate(llm, PROMPTS[:2], [GREEDY])
+        with pytest.raises(ValueError, match=r"got 3 for 2 prompts"):
+            llm.stream(PROMPTS[:2], [GREEDY] * 3)  # before the first piece is asked for
+        with pytest.raises(ValueError, match=r"must be a SamplingParams"):
+            generate(llm, PROMPTS[:2], [GREEDY, {"temperature": 0}])
+
+    def test_bad_prompts_harm_nobody(self, llm):
+        """Case 24: an empty prompt, among others, is an error of its own."""
+        alone = [output.outputs for output in generate(llm, PROMPTS)]
+        bad = ["", [], [9999], [-1], [1] * 128]
+        mixed = [
+            prompt for pair in zip(bad, [*PROMPTS, PROMPTS[0]], strict=True) for prompt in pair
+        ]
+        outputs = generate(llm, mixed)
+        assert [output.outputs for output in outputs[1::2]] == [*alone, alone[0]]
+        for output in outputs[0::2]:
+            assert output.finished and output.outputs == []
+        errors = [output.error for output in outputs[0::2]]
+        assert "at least one token" in errors[0] and errors[0] == errors[1]
+        assert "9999" in errors[2] and "-1" in errors[3] and "127" in errors[4]
+        assert [o.error for o in llm.stream("", GREEDY)] == errors[:1]
+
+
+class TestText:
+    def test_text_is_the_decoded_ids(self, llm):
+        for output in generate(llm, PROMPTS, DRAWN):
+            ids = output.outputs[0].token_ids
+            assert output.outputs[0].text == llm.tokenizer.backend.decode(ids)
+
+    def test_eos_stays_in_the_ids_and_out_of_the_text(self, llm):
+        params = SamplingParams(temperature=2.0, max_tokens=120, skip_special_tokens=False)
+        params = [replace(params, seed=seed) for seed in range(20)]
+        ended = [o.outputs[0] for o in generate(llm, ["a fox"] * 20, params)]
+        ended = [completion for completion in ended if completion.finish_reason == "stop"]
+        assert ended, "no draw ended with the EOS"
+        for completion in ended:
+            assert completion.token_ids[-1] == EOS and EOS not in completion.token_ids[:-1]
+            assert completion.stop_reason is None
+            assert completion.text == llm.tokenizer.backend.decode(completion.token_ids)
+
+    def test_stop_token_stays_in_the_ids_and_out_of_the_text(self, llm):
+        ids = generate(llm, "a fox", SamplingParams(temperature=0, ignore_eos=True))[0]
+        stop = ids.outputs[0].token_ids[5]
+        params = SamplingParams(temperature=0, stop_token_ids=[stop])
+        completion = generate(llm, "a fox", params)[0].outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+        assert completion.token_ids[-1] == stop
+        assert completion.text == llm.tokenizer.decode(completion.token_ids[:-1])
+
+    def test_special_tokens_are_shown_on_request(self, llm):
+        ids = [EOS]  # an EOS in the output needs ignore_eos; draw until there is one
+        for seed in range(100):
+            params = SamplingParams(
+                temperature=2.0,
+                max_tokens=60,
+                ignore_eos=True,
+                seed=seed,
+                skip_special_tokens=False,
+            )
+            completion = generate(llm, ids, params)[0].outputs[0]
+            if EOS in completion.token_ids:
+                break
+        assert "<|endoftext|>" in completion.text
+        hidden = generate(llm, ids, replace(params, skip_special_tokens=True))[0].outputs[0]
+        assert hidden.token_ids == completion.token_ids
+        assert hidden.text == completion.text.replace("<|endoftext|>", "")
+
+    def test_without_detokenizing(self, llm):
+        params = SamplingParams(temperature=0, max_tokens=5, detokenize=False)
+        assert generate(llm, "a fox", params)[0].outputs[0].text == ""
+        assert "".join(o.outputs[0].text for o in llm.stream("a fox", params)) == ""
+
+    def test_several_continuations(self, llm):
+        params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=8)
+        (output,) = generate(llm, "a fox", params)
+        assert [completion.index for completion in output.outputs] == [0, 1, 2]
+        for i, completion in enumerate(output.outputs):
+            alone = SamplingParams(temperature=1.0, seed=5 + i, max_tokens=8)
+            assert generate(llm, "a fox", alone)[0].outputs[0].token_ids == completion.token_ids
+
+
+class TestStream:
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_pieces_add_up_to_generate(self, llm, n):
+        """The babbler's bytes are mostly not UTF-8, so this holds for half characters too."""
+        params = SamplingParams(temperature=1.5, max_tokens=40, seed=3, n=n)
+        texts, ids, last = {}, {}, {}
+        for piece in llm.stream(PROMPTS, params):
+            for completion in piece.outputs:
+                key = piece.prompt, completion.index
+                assert completion.token_ids, "a piece without news"
+                texts[key] = texts.get(key, "") + completion.text
+                ids[key] = ids.get(key, []) + completion.token_ids
+                last[key] = completion.finish_reason, completion.stop_reason
+        whole = generate(llm, PROMPTS, params)
+        assert len(texts) == len(PROMPTS) * n
+        for output in whole:
+            for completion in output.outputs:
+                key = output.prompt, completion.index
+                assert texts[key] == completion.text
+                assert ids[key] == completion.token_ids
+                assert last[key] == (completion.finish_reason, completion.stop_reason)
+
+    def test_pieces_do_not_change_afterwards(self, llm):
+        seen = []
+        for piece in llm.stream(PROMPTS, GREEDY):
+            seen.append((piece, [list(completion.token_ids) for completion in piece.outputs]))
+        assert all([c.token_ids for c in piece.outputs] == ids for piece, ids in seen)
+        assert sum(piece.finished for piece, _ in seen) == len(PROMPTS)
+
+    def test_prompt_text_never_shows(self, llm):
+        """A prompt that ends inside a character: its bytes belong to the prompt."""
+        prompt = llm.tokenizer.encode("👋")[:-1]
+        (whole,) = generate(llm, prompt)
+        pieces = "".join(piece.outputs[0].text for piece in llm.stream(prompt, GREEDY))
+        assert pieces == whole.outputs[0].text == llm.tokenizer.decode(whole.outputs[0].token_ids)
+
+    def test_interleaved_streams(self, llm):
+        """Each step serves everybody; each stream still gets all of its own and nothing else."""
+        expected = {o.prompt: o.outputs[0].token_ids for o in generate(llm, PROMPTS)}
+        first, second = llm.stream(PROMPTS[:2], GREEDY), llm.stream(PROMPTS[2:], GREEDY)
+        got = {prompt: [] for prompt in PROMPTS}
+        streams = {0: (first, PROMPTS[:2]), 1: (second, PROMPTS[2:])}
+        rng = random.Random(0)
+        while streams:
+            key = rng.choice(list(streams))
+            stream, prompts = streams[key]
+            piece = next(stream, None)
+            if piece is None:
+                del streams[key]
+                continue
+            assert piece.prompt in prompts
+            got[piece.prompt] += piece.outputs[0].token_ids
+        assert got == expected
+
+    def test_generate_inside_a_stream(self, llm):
+        expected = [output.outputs for output in generate(llm, PROMPTS)]
+        for _ in llm.stream("a fox", GREEDY):
+            assert [output.outputs for output in generate(llm, PROMPTS)] == expected
+
+
+class TestLeaving:
+    """A stream that is left early gives its blocks back, and the others go on."""
+
+    def test_break(self, llm):
+        for count, _ in enumerate(llm.stream(PROMPTS, DRAWN)):
+            assert llm.engine.has_unfinished_requests()
+            if count == 7:
+                break
+
+    def test_close(self, llm):
+        stream = llm.stream(PROMPTS, DRAWN)
+        next(stream)
+        stream.close()
+        assert next(stream, None) is None
+
+    def test_never_started(self, llm):
+        llm.stream(PROMPTS, DRAWN)
+        assert not llm.engine.has_unfinished_requests()
+
+    def test_exception_in_the_loop(self, llm):
+        with pytest.raises(ZeroDivisionError):
+            for _ in llm.stream(PROMPTS, DRAWN):
+                raise ZeroDivisionError
+
+    def test_exception_in_the_step(self, llm, monkeypatch):
+        def broken(batch):
+            raise RuntimeError("out of memory")
+
+        stream = llm.stream(PROMPTS, DRAWN)
+        next(stream)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+            patch.setattr(llm.engine.runner, "execute", broken)
+            list(stream)
+        assert generate(llm, PROMPTS)
+
+    def test_others_go_on(self, llm):
+        expected = generate(llm, "Once upon a time", DRAWN)[0].outputs[0].token_ids
+        staying = llm.stream("Once upon a time", DRAWN)
+        got = list(next(staying).outputs[0].token_ids)
+        for _ in llm.stream(["Once upon a time", "Once upon"], DRAWN):
+            break
+        for piece in staying:
+            got += piece.outputs[0].token_ids
+        assert got == expected
+
+    def test_aborted_at_the_engine(self, llm):
+        """A request that is aborted from outside ends its part of the stream."""
+        pieces = []
+        for piece in llm.stream(PROMPTS[:2], GREEDY):
+            pieces.append(piece.prompt)
+            if piece.prompt == PROMPTS[0]:
+                llm.engine.abort(piece.request_id)
+        assert pieces.count(PROMPTS[0]) == 1 and pieces.count(PROMPTS[1]) > 1
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_ctrl_c(self, llm, seed):
+        """A real SIGINT at some moment; the next call finds everything as if nothing had been."""
+        expected = [output.outputs for output in generate(llm, PROMPTS)]
+        delay = random.Random(seed).uniform(0.001, 0.05)
+        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            while True:
+                generate(llm, PROMPTS, DRAWN)
+        assert not llm.engine.has_unfinished_requests()
+        llm.engine.check_invariants()
+        assert [output.outputs for output in generate(llm, PROMPTS)] == expected
+
+
+class TestConstruction:
+    def test_unknown_engine_argument(self):
+        with pytest.raises(TypeError, match=r"unknown engine argument 'max_seqs'"):
+            LLM(max_seqs=3)
+
+    def test_engine_argument_out_of_range(self, folder):
+        with pytest.raises(ValueError, match=r"block_size must be .*got 0"):
+            LLM(folder, block_size=0)
+
+    def test_folder_that_is_not_there(self):
+        with pytest.raises(ModelLoadError, match=r"\./nowhere: no such folder"):
+            LLM("./nowhere")
+
+    def test_folder_without_tokenizer(self, folder, tmp_path):
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
+        with pytest.raises(ModelLoadError, match=r"missing: tokenizer.json"):
+            LLM(tmp_path)
+        llm = LLM(tmp_path, tokenizer=folder, device="cpu", num_gpu_blocks_override=20)
+        assert generate(llm, "a fox")[0].error is None
+
+    def test_two_in_one_process(self, llm, folder):
+        other = LLM(folder, device="cpu", num_gpu_blocks_override=30, block_size=4)
+        expected = [output.outputs for output in generate(llm, PROMPTS)]
+        both = zip(llm.stream(PROMPTS, GREEDY), other.stream(PROMPTS, GREEDY), strict=True)
+        for one, two in both:
+            assert one.outputs == two.outputs
+        assert [output.outputs for output in generate(other, PROMPTS)] == expected
+        assert other.engine.kv.num_free_blocks == other.engine.kv.num_usable_blocks == 29
+
+    def test_progress_bar(self, llm, capsys):
+        llm.generate(PROMPTS, GREEDY)
+        assert "4/4" in capsys.readouterr().err
+        generate(llm, PROMPTS)
+        assert capsys.readouterr().err == ""
+
+
+def test_shipped_model_by_default():
+    """Offline and without arguments: text that is made of words."""
+    llm = LLM()
+    (output,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert output.error is None
+    assert output.outputs[0].text.isascii() and " " in output.outputs[0].text.strip()
