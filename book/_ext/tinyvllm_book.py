@@ -1,8 +1,8 @@
 """What the book adds to Sphinx: the thread between a chapter's cells and the package.
 
-An exported cell is shown under the name of the module that it goes to, and an entry of the API
-pages links to the section of the chapter that built it. Both read the cells' `export` tags. A plot
-is described to those who cannot see it by the `# Alt:` comment of its cell.
+A chapter is shown with its number, an exported cell with the name of the module that it goes to, and
+an entry of the API pages with a link to the section of the chapter that built it. A plot is described
+to those who cannot see it by the `# Alt:` comment of its cell.
 """
 
 import ast
@@ -80,6 +80,13 @@ def symbols(body: list[ast.stmt], prefix: str = ""):
             yield prefix + node.name
 
 
+def number_title(app, doctree):
+    """Put the chapter's number, which its file's name holds, before its title."""
+    title = next(doctree.findall(nodes.title), None)
+    if title is not None and (number := re.match(r"notebooks/(\d\d)_", app.env.docname)):
+        title.insert(0, nodes.Text(f"{int(number[1])}. "))
+
+
 def add_captions(app, doctree):
     """Put "exported to tinyvllm/x.py" above every exported cell."""
     page = app.env.docname
@@ -102,7 +109,7 @@ def add_origin(app, what, name, obj, options, lines):
         return
     here = Path(app.env.docname).parent
     link = os.path.relpath(f"{origin.page}.html", here) + f"#{origin.anchor}"
-    where = re.sub(r"^\d+[.:]? +", "", origin.title)
+    where = origin.title
     if origin.section != origin.title:
         where += f", {origin.section}"
     where = where.replace("\\", "\\\\").replace("`", "").replace("<", "\\<")
@@ -133,13 +140,15 @@ def mend_pages(app, exception):
 
 
 def mend_docstring(app, what, name, obj, options, lines):
-    """Before napoleon: keep the colon of an attribute, and make a module's notebook a link."""
+    """Before napoleon: let docstrings say `Block`s and "usable: all but one", and make a module's
+    notebook a link."""
     if what in ("attribute", "property"):
-        # napoleon takes "Usable blocks: all but one" for a type, unless the line breaks before it.
-        lines[:1] = re.sub(r" (\S+: )", r"\n\1", lines[0], count=1).split("\n")
+        # napoleon takes what precedes a colon on the first line for a type: break the line there.
+        lines[:1] = re.sub(r" (\S*:)", r"\n\1", lines[0], count=1).split("\n")
     if what == "module":
         link = r":doc:`\g<0> </notebooks/\1>`"
         lines[:] = [re.sub(r"notebooks/(\w+)\.ipynb", link, line) for line in lines]
+    lines[:] = [re.sub(r"(?<![\w`:])(`[^`]+`)(?=[a-z])", r"\1\\ ", line) for line in lines]
 
 
 def slashes(names: re.Match) -> str:
@@ -148,6 +157,7 @@ def slashes(names: re.Match) -> str:
 
 def setup(app):
     app.connect("autodoc-process-docstring", mend_docstring, priority=400)
+    app.connect("doctree-read", number_title, priority=400)  # before Sphinx collects titles
     app.connect("doctree-read", describe_plots)
     app.connect("doctree-read", add_captions)
     app.connect("autodoc-process-docstring", add_origin)

@@ -105,7 +105,7 @@ function (id, data) {
     if (anyNew) items.push({ kind: "", name: "thick border: changed", isNew: true });
     for (const { kind, name, isNew } of items) {
       const width = 34 + name.length * 6.6;
-      if (x > 2 && x + width > Math.max(total, 440)) { x = 2; y += 22; }
+      if (x > 2 && x + width > Math.max(total, 560)) { x = 2; y += 22; }
       out += box(uid, { cell: ["", kind, ""], x, y, width: 20, high: 15 }, isNew)
         + text(x + 26, y + 12, name, 'font-size="11.5" fill="currentColor"');
       x += width + 8;
@@ -131,7 +131,7 @@ function (id, data) {
       if (row.note) out += text(row.end, row.last + row.high / 2 + 4, row.note, 'font-size="11.5" fill="currentColor"');
       said.push(`${row.label}: ${row.cells.map((spot) => named(spot.cell)).join(", ") || "empty"}${row.note ? `; ${row.note}` : ""}.`);
     }
-    const width = Math.ceil(Math.max(total, 440)) + 2;
+    const width = Math.ceil(Math.max(total, 560)) + 2;
     return `<svg role="img" aria-label="${esc(said.join(" "))}" viewBox="0 0 ${width} ${bottom}" width="${width}" `
       + `style="min-width:${Math.min(width, Math.max(300, Math.round(width * 0.7)))}px" `
       + `font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace" font-size="12.2">`
