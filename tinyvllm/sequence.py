@@ -7,6 +7,8 @@ from enum import Enum
 
 from tinyvllm.request import Request
 
+FINISH_REASONS = ("stop", "length", "abort")
+
 
 class SequenceStatus(Enum):
     """Where a sequence is in its life. The value of a finished status is its `finish_reason`."""
@@ -21,16 +23,7 @@ class SequenceStatus(Enum):
     @property
     def finished(self) -> bool:
         """Whether the sequence has left the scheduler for good."""
-        return self in FINISHED_STATUSES
-
-
-FINISHED_STATUSES = frozenset(
-    {
-        SequenceStatus.FINISHED_STOPPED,
-        SequenceStatus.FINISHED_LENGTH,
-        SequenceStatus.FINISHED_ABORTED,
-    }
-)
+        return self.value in FINISH_REASONS
 
 
 class Sequence:
@@ -87,6 +80,12 @@ class Sequence:
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []  # one per full block; survive preemption
 
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id!r}, {self.status.value}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
+        )
+
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
@@ -96,11 +95,6 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The ids generated so far, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
-
-    @property
-    def finish_reason(self) -> str | None:
-        """ "stop", "length" or "abort"; None while the sequence is alive."""
-        return self.status.value if self.status.finished else None
 
     def append(self, token_id: int):
         """Add a sampled token. Its keys and values are not computed yet."""
@@ -129,8 +123,7 @@ class Sequence:
             return True
         return False
 
-    def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id!r}, {self.status.value}, "
-            f"{self.num_computed_tokens}/{self.num_tokens} tokens computed)"
-        )
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the sequence ended: "stop", "length" or "abort"; None while it is alive."""
+        return self.status.value if self.status.finished else None
