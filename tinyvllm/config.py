@@ -10,14 +10,8 @@ from dataclasses import dataclass
 from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-DEVICE_PATTERN = r"auto|cpu|cuda(:\d+)?"
+DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
 SCHEDULING_POLICIES = ("fcfs", "priority")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError that names field, value and choices unless `value` is one of them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +46,7 @@ class EngineConfig:
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
             raise ValueError(f"model must be None or a non-empty string, got {self.model!r}")
         check_choice("dtype", self.dtype, DTYPES)
-        if not isinstance(self.device, str) or not re.fullmatch(DEVICE_PATTERN, self.device):
+        if not isinstance(self.device, str) or not re.fullmatch(DEVICES, self.device):
             raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
         for name in ("max_model_len", "kv_cache_memory_bytes"):
@@ -84,3 +78,9 @@ class EngineConfig:
                 f"without chunked prefill, got {self.max_num_batched_tokens}"
             )
         return dataclasses.replace(self, max_model_len=max_model_len)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise a ValueError that names field, value and choices unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

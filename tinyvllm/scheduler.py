@@ -54,6 +54,17 @@ class KVMemory(Protocol):
         """Take all of the sequence's slots back."""
 
 
+@dataclass
+class PrefixCacheStats:
+    """Tokens of first admissions: looked up, and found in the prefix cache.
+
+    Resumed sequences are left out: finding one's own tokens again is no sharing.
+    """
+
+    num_queried: int = 0
+    num_hit: int = 0
+
+
 class WaitingQueue:
     """Sequences that wait for admission, the smallest rank first.
 
@@ -87,17 +98,6 @@ class WaitingQueue:
 
     def __iter__(self):
         return (seq for _, seq in sorted(self.heap))
-
-
-@dataclass
-class PrefixCacheStats:
-    """Tokens of first admissions: looked up, and found in the prefix cache.
-
-    Resumed sequences are left out: finding one's own tokens again is no sharing.
-    """
-
-    num_queried: int = 0
-    num_hit: int = 0
 
 
 class Scheduler:
@@ -256,17 +256,8 @@ class Scheduler:
             self._forget(seq)
         return finished
 
-    def _forget(self, seq: Sequence):
-        del self.sequences[seq.seq_id]
-        self.kv.free(seq)
-        if seq in self.running:
-            self.running.remove(seq)
-
     def abort(self, seq_id: str) -> Sequence | None:
-        """Finish a sequence early, in whatever state it is. Unknown or finished: does nothing.
-
-        Returns the sequence that was aborted.
-        """
+        """Finish a sequence early and return it. Unknown or finished: do nothing."""
         seq = self.sequences.get(seq_id)
         if seq is not None:
             if seq.status is not SequenceStatus.RUNNING:
@@ -274,6 +265,12 @@ class Scheduler:
             seq.status = SequenceStatus.FINISHED_ABORTED
             self._forget(seq)
         return seq
+
+    def _forget(self, seq: Sequence):
+        del self.sequences[seq.seq_id]
+        self.kv.free(seq)
+        if seq in self.running:
+            self.running.remove(seq)
 
     def explain(self, seq_id: str) -> str:
         """Say in one sentence where a sequence is, and what it waits for.
@@ -307,18 +304,6 @@ class Scheduler:
             obstacles.append(f"next in line, wants {wanted} tokens of the step's budget")
         return "; ".join(obstacles)
 
-    def rollback(self, plan: SchedulerOutput):
-        """Undo a planned step that the model did not execute, e.g. after an interrupt.
-
-        Its sequences go back to wait: the slots they were promised hold nothing.
-        """
-        alive = [entry for entry in plan.scheduled if not entry[0].status.finished]
-        # All counters first: `kv.free` reads them to tell which blocks hold what they promise.
-        for seq, start, _ in alive:
-            seq.num_computed_tokens = start
-        for seq, _, _ in alive:
-            self._preempt(SchedulerOutput(), seq)
-
     def check_invariants(self):
         """Raise an AssertionError that names the first broken rule. Call it between steps."""
         running, waiting = self.running, list(self.waiting)
@@ -340,3 +325,15 @@ class Scheduler:
         for seq in self.sequences.values():
             if seq.num_tokens != len(seq.token_ids):
                 raise AssertionError(f"{seq} has {len(seq.token_ids)} token ids")
+
+    def rollback(self, plan: SchedulerOutput):
+        """Undo a planned step that the model did not execute, e.g. after an interrupt.
+
+        Its sequences go back to wait: the slots they were promised hold nothing.
+        """
+        alive = [entry for entry in plan.scheduled if not entry[0].status.finished]
+        # All counters first: `kv.free` reads them to tell which blocks hold what they promise.
+        for seq, start, _ in alive:
+            seq.num_computed_tokens = start
+        for seq, _, _ in alive:
+            self._preempt(SchedulerOutput(), seq)
