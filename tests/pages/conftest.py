@@ -40,6 +40,7 @@ def tab(browser):
     uncaught error in a page's scripts."""
     complaints = []
     context = browser.new_context(offline=True, reduced_motion="reduce")
+    context.set_default_timeout(120_000)  # milliseconds; a busy machine is slow, not wrong
     tab = context.new_page()
     tab.on("pageerror", lambda error: complaints.append(f"script error: {error}"))
 
