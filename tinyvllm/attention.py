@@ -1,4 +1,4 @@
-"""Paged attention: K/V in blocks, read through a block table, on the CPU.
+"""Paged attention: keys and values in blocks, read through a block table, on the CPU.
 
 Built, step by step, in notebooks/09_attention.ipynb.
 """
@@ -44,11 +44,6 @@ class PagedKVCache:
         """Memory that one block takes, keys and values of all layers together."""
         return 2 * num_layers * block_size * num_heads * head_size * dtype.itemsize
 
-    @property
-    def has_decode_kernel(self) -> bool:
-        """Whether `paged_decode` can read this cache: float32 on a CPU."""
-        return self.keys.device.type == "cpu" and self.keys.dtype == torch.float32
-
     def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Write `[T, H, D]` keys and values of one layer to the slots `int64 [T]`."""
         self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping, key)
@@ -59,6 +54,11 @@ class PagedKVCache:
         keys = self.keys[layer, block_ids].flatten(0, 1)[:length]
         values = self.values[layer, block_ids].flatten(0, 1)[:length]
         return keys, values
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        """Whether `paged_decode` can read this cache: float32 on a CPU."""
+        return self.keys.device.type == "cpu" and self.keys.dtype == torch.float32
 
 
 def reference_paged_attention(
@@ -90,27 +90,6 @@ def reference_paged_attention(
             scores = torch.einsum("hd,khd->hk", query[row].float(), k) * scale
             output[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v).to(query.dtype)
     return output
-
-
-def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence's chunk by PyTorch's fused kernel.
-
-    query `[q, H, D]`, the last q tokens of the sequence; keys, values `[n, H, D]`, all of it.
-    """
-    num_queries, length = len(query), len(keys)
-    # Query i stands at position length - num_queries + i. Without a prefix that is the plain
-    # triangle, which the kernel knows by itself and does not even compute the other half of.
-    mask = None
-    if num_queries < length:
-        ones = torch.ones(num_queries, length, dtype=torch.bool, device=query.device)
-        mask = ones.tril(length - num_queries)
-    # The fused kernel takes [batch, H, tokens, D]. Without the batch dimension PyTorch falls
-    # back to separate products and a softmax, at a third of the speed.
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
-    mixed = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    return mixed[0].transpose(0, 1)
 
 
 @njit(parallel=True, cache=True, fastmath={"reassoc", "contract"})
@@ -193,6 +172,27 @@ def paged_decode(
     with KERNEL_LOCK:
         paged_decode_kernel(*arrays, block_table, seq_lens, np.float32(scale), splits)
     return output
+
+
+def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence's chunk by PyTorch's fused kernel.
+
+    query `[q, H, D]`, the last q tokens of the sequence; keys, values `[n, H, D]`, all of it.
+    """
+    num_queries, length = len(query), len(keys)
+    # Query i stands at position length - num_queries + i. Without a prefix that is the plain
+    # triangle, which the kernel knows by itself and does not even compute the other half of.
+    mask = None
+    if num_queries < length:
+        ones = torch.ones(num_queries, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril(length - num_queries)
+    # The fused kernel takes [batch, H, tokens, D]. Without the batch dimension PyTorch falls
+    # back to separate products and a softmax, at a fraction of the speed.
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, keys, values))
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return mixed[0].transpose(0, 1)
 
 
 class PagedAttention:
