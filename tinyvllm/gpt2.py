@@ -6,6 +6,7 @@ Built, step by step, in notebooks/08_gpt2.ipynb.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -28,10 +29,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # Attention as the model sees it: (layer, query, key, value, scale) -> output, all [T, H, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-
-
-class ModelLoadError(ValueError):
-    """A checkpoint cannot be used; the message names the file and the tensor or field."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +89,6 @@ class GPT2Config:
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
         return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
-    @classmethod
-    def from_dict(cls, data: dict) -> "GPT2Config":
-        """Read a parsed `config.json`; a model that is not GPT-2 raises `ValueError`."""
-        if not isinstance(data, dict):
-            raise ValueError(f"must be a JSON object, got a {type(data).__name__}")
-        kind = data.get("model_type", "gpt2")
-        if kind != "gpt2":
-            raise ValueError(f"model_type must be 'gpt2', got {kind!r}")
-        if data.get("add_cross_attention"):
-            raise ValueError("add_cross_attention must be false: this engine has no encoder")
-        missing = [name for name in ("n_layer", "n_head", "n_embd") if name not in data]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} missing: this is not a GPT-2 config")
-        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
-
-    @classmethod
-    def from_pretrained(cls, folder: Path) -> "GPT2Config":
-        """Read `folder/config.json`; every problem is a `ModelLoadError` that names the file."""
-        path = Path(folder) / "config.json"
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ModelLoadError(f"{path}: no such file; is this a model folder?") from None
-        except ValueError as error:  # bad JSON, or a field out of range
-            raise ModelLoadError(f"{path}: {error}") from None
-
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint with its shape, as Hugging Face stores it.
 
@@ -145,6 +116,36 @@ class GPT2Config:
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, d)
         return shapes
+
+    @classmethod
+    def from_dict(cls, data: dict) -> "GPT2Config":
+        """Read a parsed `config.json`; a model that is not GPT-2 raises `ValueError`."""
+        if not isinstance(data, dict):
+            raise ValueError(f"must be a JSON object, got a {type(data).__name__}")
+        kind = data.get("model_type", "gpt2")
+        if kind != "gpt2":
+            raise ValueError(f"model_type must be 'gpt2', got {kind!r}")
+        if data.get("add_cross_attention"):
+            raise ValueError("add_cross_attention must be false: this engine has no encoder")
+        missing = [name for name in ("n_layer", "n_head", "n_embd") if name not in data]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} missing: this is not a GPT-2 config")
+        return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
+
+    @classmethod
+    def from_pretrained(cls, folder: Path) -> "GPT2Config":
+        """Read `folder/config.json`; every problem is a `ModelLoadError` that names the file."""
+        path = Path(folder) / "config.json"
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise ModelLoadError(f"{path}: no such file; is this a model folder?") from None
+        except ValueError as error:  # bad JSON, or a field out of range
+            raise ModelLoadError(f"{path}: {error}") from None
+
+
+class ModelLoadError(ValueError):
+    """A checkpoint cannot be used; the message names the file and the tensor or field."""
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -302,7 +303,7 @@ class GPT2:
         return self.lm_head(hidden)
 
 
-ASSETS = Path(__file__).parent / "assets" / "tiny-gpt2"
+ASSETS = Path(str(files("tinyvllm"))) / "assets" / "tiny-gpt2"  # the model that ships with us
 
 
 def first_line(error: Exception) -> str:
