@@ -265,7 +265,7 @@ def test_priority_decides_who_is_admitted():
 
 @every_memory
 def test_fcfs_is_priority_with_equal_priorities(memory):
-    for seed in range(10):
+    for seed in range(4):
         load = {name: want[:2] for name, want in random_load(random.Random(seed)).items()}
         fcfs, priority = (
             described(small(10, memory, scheduling_policy=policy), load)
@@ -290,15 +290,13 @@ def test_the_last_is_preempted_and_computes_its_outputs_again(memory):
 
 @without_prefixes
 def test_a_victim_leaves_the_plan_and_gives_its_budget_back(memory):
-    """`a` is planned first; then `b`, which is more urgent, takes its block and its budget."""
+    """`a` is planned first; then `b`, more urgent, takes its block, and `c` its token."""
     scheduler = small(4, memory, max_num_batched_tokens=4, scheduling_policy="priority")
-    steps = run(scheduler, {"a": (3, 9, 1)}, {"b": (12, 9, 0)})
-    assert describe(next(steps)) == "a[0:3] | new: a | sampling: a"
-    assert describe(next(steps)) == "a[3:4] b[0:3] | new: b | sampling: a"
-    assert describe(next(steps)) == "a[4:5] b[3:6] | sampling: a"
-    # a holds 2 blocks, b 2; b's next tokens need a third. Its budget was 4 - 1.
-    assert describe(next(steps)) == "b[6:9] | preempted: a"
-    check_state(scheduler)
+    steps = checked(scheduler, {"a": (2, 9, 1)}, {"b": (3, 9, 0)}, {"c": (5, 9, 0)})
+    assert describe(next(steps)) == "a[0:2] | new: a | sampling: a"
+    assert describe(next(steps)) == "a[2:3] b[0:3] | new: b | sampling: a b"
+    assert describe(next(steps)) == "a[3:4] b[3:4] c[0:2] | new: c | sampling: a b"
+    assert describe(next(steps)) == "b[4:5] c[2:5] | preempted: a | sampling: b c"
 
 
 def test_in_a_step_that_preempts_nobody_is_admitted():
@@ -345,7 +343,7 @@ def test_case_10_no_plan_holds_a_victim_and_nobody_is_skipped_for_one(memory, po
     """Whoever runs after `schedule` is in the plan, unless the budget is spent or the last
     victim was itself the one that asked, which ends the pass."""
     victims = 0
-    for seed in range(40):
+    for seed in range(12):
         rng = random.Random(seed)
         scheduler = small(10, memory, scheduling_policy=policy)
         pending = [random_load(rng, 3), *({f"s{i}": (rng.randint(1, 9), 9)} for i in range(9))]
@@ -362,11 +360,12 @@ def test_case_10_no_plan_holds_a_victim_and_nobody_is_skipped_for_one(memory, po
             left_out = [seq for seq in scheduler.running if seq not in scheduled]
             if left_out and spent < scheduler.config.max_num_batched_tokens:
                 asked = plan.preempted[-1]
-                assert before.index(asked) < before.index(left_out[0])
+                passed = [before.index(seq) for seq in scheduled]
+                assert max(passed, default=-1) < before.index(asked) < before.index(left_out[0])
                 assert scheduler.rank(asked) > max(map(scheduler.rank, scheduler.running))
             scheduler.update(plan, [0] * len(plan.sampling))
             check_state(scheduler)
-    assert victims > 20
+    assert victims > 5
 
 
 def test_case_10_the_list_moves_up_under_the_index():
@@ -382,7 +381,7 @@ def test_case_10_the_list_moves_up_under_the_index():
 @every_memory
 def test_case_11_the_resumed_precede_those_who_never_ran(memory, policy):
     resumed = 0
-    for seed in range(20):
+    for seed in range(8):
         load = {name: want[:2] for name, want in random_load(random.Random(seed), 16).items()}
         scheduler = small(10, memory, scheduling_policy=policy)
         for plan in checked(scheduler, load):
@@ -392,7 +391,7 @@ def test_case_11_the_resumed_precede_those_who_never_ran(memory, policy):
             waiting = [seq.num_preemptions > 0 for seq in scheduler.waiting]
             assert waiting == sorted(waiting, reverse=True)
             assert not (plan.new and any(waiting))
-    assert resumed > 20
+    assert resumed > 5
 
 
 def test_case_13_recomputed_tokens_are_no_hits():
