@@ -10,7 +10,7 @@ Three parts, in order:
    a story knows its own probability.
 2. A byte-level BPE tokenizer with 1024 tokens, learned from stories.
 3. A GPT-2 with 4 layers, trained on rows of 1024 tokens: stories back to back, each one closed
-   by <|endoftext|>. All 1024 positions are trained equally.
+   by <|endoftext|>.
 
 Held out: one in eight of the pairs (hero's name, place), chosen by a checksum. No training story
 has such a pair, and the opening sentence of a story names both; so a held-out story begins with
@@ -48,23 +48,18 @@ def choices(text: str) -> list[str]:
 # --------------------------------------------------------------------------------------
 
 GIRLS = choices(
-    "Ada Alma Anna Bella Carla Clara Dora Edith Ella Emma Flora Freya Grace Greta Hanna Ida Iris "
-    "Ivy Jane June Kira Lena Lily Lucy Mabel Maya Mia Mina Nora Olga Opal Pearl Rosa Ruby Sara "
-    "Selma Tess Thea Vera Wilma"
+    "Ada Alma Bella Clara Dora Edith Ella Emma Flora Freya Greta Hanna Ida Iris Ivy Lena Lily Mabel "
+    "Mia Nora Olga Rosa Selma Vera"
 )
 BOYS = choices(
-    "Adam Albert Anton Ben Bruno Carl Casper Dan David Eli Emil Felix Finn Frank Fred George Henry "
-    "Hugo Ivan Jack Jonas Karl Leo Linus Lukas Martin Max Milo Nils Noah Olaf Oscar Otto Paul "
-    "Peter Robin Sam Theo Tom Victor"
+    "Adam Anton Ben Bruno Casper David Emil Felix Finn George Henry Hugo Jack Jonas Leo Linus Milo "
+    "Nils Oscar Otto Peter Sam Theo Victor"
 )
-# Names made of syllables, so that the model learns to carry any name, not only those above.
-FIRST_SYLLABLES = choices(
-    "Ba Be Bo Da De Do Fa Fi Ga Ha Ka Ki La Le Lo Ma Me Mo Na Ni Pa Pi Ra Ri Sa So Ta Ti To Va "
-    "Vi Za"
-)
-LAST_SYLLABLES = choices(
-    "bel bin bo dan do dra fin go ka kin la len li lo ma mi mo na nel no pa ra rin ro sa sha "
-    "ta ti to vi"
+
+# Friends have names of their own kind, so that who is the hero can be read off the name.
+FRIEND_NAMES = choices(
+    "Bibo Bramble Buttons Chip Clover Cricket Dot Fidget Flick Hazel Moss Nib Pebble Pepper Pip Quill "
+    "Rusty Skip Tansy Thistle Tuck Twig Whisk Ziggy"
 )
 
 ANIMALS = choices(
@@ -723,52 +718,6 @@ OPENINGS = (
     ),
     "{hero} was a {trait} [little |young |]{kind} who lived {home}.",
     "{Hero_full} lived {home}, and everyone said that {he} was [very|truly|really] {trait}.",
-    "This is the story of {hero}, a {trait} [little |young |]{kind} who lived {home}.",
-    "Have you heard of {hero}? {He} was a {trait} [little |young |]{kind}, and {he} lived {home}.",
-    (
-        "There was once a [little |young |]{kind} [named|called] {hero} who lived {home}. "
-        "{hero} was [very|always|truly] {trait}."
-    ),
-    "Far and wide people knew {hero}, the {trait} [little |young |]{kind} who lived {home}.",
-    (
-        "In the days when [lamps burned oil|ships had sails|letters came on horseback], a "
-        "{trait} {kind} [named|called] {hero} lived {home}."
-    ),
-    (
-        "My grandmother [used to tell|often told] a story about {hero}, a {trait} {kind} who "
-        "lived {home}."
-    ),
-    "Far away, {home}, [there lived|lived] a {trait} {kind} whose name was {hero}.",
-    (
-        "[Listen, and I will tell you|Let me tell you|I want to tell you] about {hero}, a "
-        "{trait} {kind} who lived {home}."
-    ),
-    "Nobody was as {trait} as {hero}, a [little |young |]{kind} who lived {home}.",
-    (
-        "The [little |young |]{kind} who lived {home} was called {hero}, and {he} was [very|"
-        "truly] {trait}."
-    ),
-    (
-        "[Once upon a time|Once|Long ago], {home}, a {kind} [named|called] {hero} [opened one "
-        "eye|looked out of the window|woke up early]. {He} was a {trait} {kind}, and this is "
-        "{his} story."
-    ),
-    "If you had lived {home}, you would have known {hero}, a {trait} [little |young |]{kind}.",
-    "{Home} there was no {kind} as {trait} as {hero}.",
-    "Among all who lived {home}, {hero} the {trait} {kind} was the [youngest|smallest|best known].",
-    (
-        "[Some say|People say|It is said] that a {trait} {kind} [named|called] {hero} once "
-        "lived {home}."
-    ),
-    (
-        "{hero}, a {trait} [little |young |]{kind}, lived with {his} [mother|father|"
-        "grandmother|six sisters|three brothers] {home}."
-    ),
-    (
-        "[The wind blew|The sun shone|The snow fell|The birds sang] {home}, where a {trait} "
-        "{kind} [named|called] {hero} lived."
-    ),
-    "What do you call a {kind} who is always {trait}? {Home} they called {him} {hero}.",
 )
 
 HABITS = (
@@ -793,25 +742,6 @@ OWNS = (
     ),
     "Of all {his} things {hero} loved the {adjective} {noun} best. {He} {daily}.",
     "{hero} went nowhere without {his} {adjective} {noun}. {He} {daily}.",
-    "Nothing made {hero} happier than {his} {adjective} {noun}. {He} {daily}.",
-    (
-        "{He} had [found|bought|been given] a {adjective} {noun} [last spring|long ago|at a "
-        "fair], and now {he} {daily}."
-    ),
-    (
-        "[There was nothing special about {hero}'s room, except for a {adjective} {noun}|In "
-        "{hero}'s room stood a shelf, and on it was a {adjective} {noun}]. {He} {daily}."
-    ),
-    "On {hero}'s [shelf|table|window sill] stood a {adjective} {noun}. {He} {daily}.",
-    "{hero} had one wish less than other people, for {he} had a {adjective} {noun}. {He} {daily}.",
-    "A {adjective} {noun} was all that {hero} had brought from {his} old home. {He} {daily}.",
-    "It was the {adjective} {noun} that made {hero} known to all. {He} {daily}.",
-    (
-        "{hero} would not have traded {his} {adjective} {noun} for [a crown|a hundred coins|a "
-        "horse]. {He} {daily}."
-    ),
-    "Wherever {hero} was, there was {his} {adjective} {noun} too. {He} {daily}.",
-    "{hero} had [won|been left|saved up for] a {adjective} {noun}, and {he} {daily}.",
 )
 
 FRIENDS = (
@@ -827,44 +757,12 @@ FRIENDS = (
         "{hero} and {friend_full} [did everything together|had been friends for years|met "
         "every day|were as close as two peas in a pod]."
     ),
-    (
-        "Every day {he} played with {friend}, a {friend_kind} from [nearby|the other side of "
-        "the road|around the corner]."
-    ),
-    "{friend}, a [merry|sleepy|round|tall|freckled|clumsy] {friend_kind}, was {his} best friend.",
-    (
-        "{hero} was never lonely, because {friend} the [merry|sleepy|clumsy] {friend_kind} "
-        "lived nearby."
-    ),
-    "When {hero} laughed, {friend} laughed too, for this {friend_kind} was {his} best friend.",
-    (
-        "There was also {friend}, a {friend_kind} who [told long stories|liked honey too much|"
-        "could not sit still], and {hero} liked {friend} very much."
-    ),
-    (
-        "Of all the people {hero} knew, {he} liked {friend} best, a [merry|sleepy|round|tall|"
-        "freckled|clumsy] {friend_kind}."
-    ),
-    "With {friend}, a {friend_kind} of {his} own age, {hero} shared every secret.",
 )
 
 DAYS = (
     "One [windy|rainy|bright|cold|warm|grey] [morning|afternoon|evening],",
     "One day,",
     "Then one [Monday|Tuesday|Friday|Sunday],",
-    "[Early|Late] one [morning|afternoon|evening] in [spring|summer|autumn|winter],",
-    "But one day,",
-    "On the [first|last|longest|shortest] day of [spring|summer|autumn|winter],",
-    "One day [after breakfast|before lunch|at noon|after supper],",
-    "[A week|A month|Two days] before {hero}'s birthday,",
-    (
-        "[When the leaves were falling|When the first snow fell|When the cherries were ripe|"
-        "When the days grew longer],"
-    ),
-    (
-        "On a [windy|rainy|bright|cold|warm|grey] [morning|afternoon|evening] in [spring|"
-        "summer|autumn|winter],"
-    ),
 )
 
 FEELINGS = (
@@ -877,18 +775,6 @@ FEELINGS = (
         "{hero} sat down on a [stone|step|log|bucket] and [sighed|put {his} head in {his} "
         "hands|stared at the ground]."
     ),
-    "It was the worst moment of {hero}'s [week|year|life].",
-    "{His} [heart beat fast|hands shook|ears burned], and for a while {hero} could not speak.",
-    "The whole day turned grey for {hero}.",
-    '"[This is bad|This is a disaster|I cannot believe it]," {hero} [murmured|whispered|thought].',
-    "{hero} bit {his} lip and [said nothing|looked away|counted to ten].",
-    "It felt as if a cloud had moved in front of the sun.",
-    "{hero} wished that the day could start all over again.",
-    "A cold feeling crept into {hero}'s [belly|chest|toes].",
-    "{His} knees went soft, and {hero} had to sit down.",
-    '"Think, {hero}, think!" {he} told {himself}.',
-    "Nothing like this had ever happened to {hero} before.",
-    "Never before had {hero} felt so [small|helpless|alone].",
 )
 
 FRIEND_ARRIVES = (
@@ -904,17 +790,6 @@ FRIEND_ARRIVES = (
         "{Friend_full}, who was [out for a walk|on the way to market|passing by], [stopped|"
         "noticed that something was wrong]."
     ),
-    "{He} ran to {friend_full}, {his} best friend, and told the whole story.",
-    (
-        "Luckily {friend}, a {friend_kind} from next door, [was near|had seen everything|came "
-        "to see what was wrong]."
-    ),
-    "[As luck would have it|By chance], {friend_full} was standing right there.",
-    (
-        "{friend}, a {friend_kind} who [lived nearby|never missed anything|knew {him} well], "
-        "came to see what was wrong."
-    ),
-    "The first to notice was {friend}, a [merry|sleepy|round|tall|freckled|clumsy] {friend_kind}.",
 )
 FRIEND_COMES_BACK = (
     (
@@ -923,11 +798,6 @@ FRIEND_COMES_BACK = (
     ),
     "{friend} [heard the news|noticed at once that something was wrong] and came to {hero}.",
     "{He} ran to {friend} and told the whole story.",
-    "When {friend} heard about it, {the_friend} came at once.",
-    "Luckily {friend} was [near|not far away|on the way already].",
-    "[As luck would have it|By chance], {friend} was standing right there.",
-    "{friend} had only to look at {hero} to know that something was wrong.",
-    "The first to notice was {friend}.",
 )
 FRIEND_SPEAKS = (
     (
@@ -946,44 +816,11 @@ FRIEND_SPEAKS = (
         '"[I know|I am sure] you can {goal}, {hero}," said {friend}. "I know nobody as {trait} '
         'as you."'
     ),
-    (
-        '{friend} [put an arm around {hero}|gave {hero} a hug|took {hero} by the hand]. "We '
-        'will {goal}," said {the_friend}.'
-    ),
-    (
-        '"Will you help me to {goal}?" asked {hero}. "Of course," said {friend}. "[That is '
-        'what friends are for|What are we waiting for|I thought you would never ask]."'
-    ),
-    "{friend} [listened|nodded|scratched one ear] and promised to help {hero} {goal}.",
-    '"To {goal} is not easy," said {friend}, "but it is easier with two."',
-    (
-        '"[I wish|If only] I knew how to {goal}," sighed {hero}. {friend} thought for a while. '
-        '"[We will find a way|There must be a way|Let us try]," said {friend}.'
-    ),
-    (
-        '"[Chin up|Be brave|Wipe your nose], {hero}," said {friend}. "First we {goal}, and '
-        'then we eat."'
-    ),
-    '"It cannot be so hard to {goal}," said {friend}, who was always full of hope.',
-    (
-        '{hero} explained that {he} had to {goal}. "[I am coming with you|Count me in|Then let '
-        'us begin]," said {friend}.'
-    ),
-    (
-        '"You look [pale|sad|worried]," said {friend}. {hero} nodded. "I do not know how to '
-        '{goal}." "[Neither do I|Nor do I]," said {friend}, "but we will see."'
-    ),
 )
 ALONE = (
     '"I [must|have to|will] {goal}," {hero} said to {himself}.',
     "There was only one thing to do: {hero} had to {goal}.",
     '"[Nobody else can do it|It is up to me]," said {hero}. "I will {goal}."',
-    "{hero} [knew|decided] that {he} had to {goal}.",
-    '"How can I {goal}?" {hero} [asked the wind|wondered|thought].',
-    "All {hero} could think of was how to {goal}.",
-    '"If I do not {goal}, I will never sleep again," thought {hero}.',
-    "{hero} put on {his} [boots|coat|cap]. It was time to {goal}.",
-    "It is not easy to {goal}, but {hero} wanted to try.",
 )
 
 HELPERS = (
@@ -996,33 +833,6 @@ HELPERS = (
         'On the way stood a {helper}. "[Excuse me|Please], how can I {goal}?" asked {hero}. '
         '"{hint}," [answered|replied|said] the {helper}.'
     ),
-    (
-        'A {helper} had [heard|seen] everything. "{hint}," the {helper} [called|whispered|said '
-        "with a smile]."
-    ),
-    (
-        '"Go and ask the {helper}," [said a passing sparrow|somebody said|said a boy with a '
-        'cart]. So {hero} did, and the {helper} said, "{hint}."'
-    ),
-    (
-        'The {helper} {here} [was known for good advice|knew about such things]. "{hint}," '
-        "said the {helper} to {hero}."
-    ),
-    (
-        "{hero} told a {helper} that {he} wanted to {goal}. The {helper} [nodded|thought for a "
-        'while|smiled]. "{hint}."'
-    ),
-    '"You want to {goal}?" asked a {helper}. "{hint}."',
-    (
-        'At that moment {hero} saw a {helper}. "{hint}," said the {helper}, as if it were the '
-        "easiest thing in the world."
-    ),
-    'A {helper} laid a hand on {hero}\'s shoulder. "{hint}," said the {helper}.',
-    (
-        "There was one more person to ask, a {helper}. {hero} asked, and the {helper} "
-        '[answered|replied|said], "{hint}."'
-    ),
-    '"I could not help hearing you," said a {helper}. "{hint}."',
 )
 
 MEANWHILE = (
@@ -1032,13 +842,6 @@ MEANWHILE = (
         "thought of going home."
     ),
     "Somewhere [a dog barked|a door slammed|a bell rang|a cow mooed|an owl called].",
-    "The hours went by.",
-    "For a while nothing happened.",
-    "It was very still {here}.",
-    "There was no time to lose.",
-    "[That went on for a while|So it went on], until {hero} was tired and hungry.",
-    "Perhaps it was hopeless.",
-    "It would soon be [dark|supper time|too late].",
 )
 
 TURNS = (
@@ -1054,25 +857,6 @@ TURNS = (
     ),
     "Because {hero} was so {trait}, {he} {act}.",
     "This was a job for a {trait} {kind}. {hero} {act}.",
-    (
-        '"I am {trait}," {hero} [told {himself}|thought|whispered], "and that must be good for '
-        'something." {He} {act}.'
-    ),
-    "Being {trait}, {hero} {act}.",
-    "{hero}, {trait} as ever, {act}.",
-    "{hero} was not called {trait} for nothing. {He} {act}.",
-    "It was {his} {quality} that saved the day. {hero} {act}.",
-    "With all {his} {quality}, {hero} {act}.",
-    "What {hero} needed now was {quality}, and {he} had plenty of it. {He} {act}.",
-    "There are moments when {quality} is worth more than gold. {hero} {act}.",
-    "Luckily {hero} was {trait}. {He} {act}.",
-    "And what does a {trait} {kind} do then? {hero} {act}.",
-    "Who could help now? Only someone {trait}, someone like {hero}. {He} {act}.",
-    '{hero} thought, "If I am as {trait} as they say, now is the time." {He} {act}.',
-    "Then everyone saw how {trait} {hero} was, for {he} {act}.",
-    "{Quality} was what {hero} had more of than anything else. {He} {act}.",
-    "Once more {hero} did what a {trait} {kind} does: {he} {act}.",
-    "A less {trait} {kind} would have stopped there. {hero} {act}.",
 )
 
 
@@ -1097,15 +881,6 @@ PLOTS = {
             "{hero} reached for the {noun}, but it was gone.",
             "{hero} woke up, and the {adjective} {noun} was nowhere to be seen.",
             "{hero} noticed that {his} bag was open and that the {noun} was missing.",
-            (
-                "{hero} put the {noun} down for a moment, and when {he} turned around, it had "
-                "vanished."
-            ),
-            "{hero} could not remember where {he} had left the {noun}.",
-            "after a long game of hide-and-seek, {hero} could not find the {adjective} {noun}.",
-            "{hero} came home with empty hands. Somewhere on the way {he} had lost the {noun}.",
-            "the place where the {noun} belonged was empty, and {hero} had no idea why.",
-            "{hero} dropped the {noun} in the crowd, and nobody saw where it rolled or fell.",
         ),
         (
             (
@@ -1117,37 +892,16 @@ PLOTS = {
                 "of them saw the {noun}."
             ),
             "They asked everyone {here}, but nobody had seen a {adjective} {noun}.",
-            (
-                "They walked [all the way back|from one end to the other], and still there was "
-                "no {noun}."
-            ),
-            "{friend} thought of a good place to look, but the {noun} was not there.",
-            (
-                "First they found [a glove|a feather|an apple core], then [a horseshoe|a "
-                "broken plate|a pine cone], but no {noun}."
-            ),
-            "They called out for it, which was silly, because a {noun} cannot answer.",
         ),
         (
             "I saw something {adjective} {spot}",
             "Look {spot}, that is where lost things end up",
             "The last time I lost something, it was {spot}",
-            "If I had lost a {noun}, I would look {spot}",
-            "Something was lying {spot} this morning, go and see",
         ),
         (
             "And there, {spot}, lay the {adjective} {noun}.",
             "At last {he} looked {spot}. There it was, the {adjective} {noun}!",
             "Something [gleamed|moved|caught {his} eye] {spot}. It was the {noun}!",
-            (
-                "{hero} found the {adjective} {noun} {spot}, [safe and sound|a little dusty "
-                "but whole|wet with dew]."
-            ),
-            (
-                'Soon {friend} heard a shout. "[Here it is|I have it|Come and see]!" cried '
-                "{hero}. The {noun} had been {spot} all the time."
-            ),
-            "It had been {spot} all along, and {hero} lifted the {noun} high into the air.",
         ),
         (
             "From then on {hero} always knew where {his} {noun} was.",
@@ -1156,7 +910,6 @@ PLOTS = {
                 "lost again."
             ),
             '"Lost and found," laughed {friend}, and {hero} held the {adjective} {noun} tight.',
-            "Whenever {hero} passed that place, {he} remembered the day when the {noun} was lost.",
         ),
     ),
     "broken": Plot(
@@ -1165,14 +918,6 @@ PLOTS = {
             "{hero} stumbled, and the {part} of the {noun} broke.",
             "there was a loud crack. The {part} of the {adjective} {noun} had snapped.",
             "{hero} dropped the {noun} on a stone, and the {part} came off.",
-            "the {part} of the {noun} came loose and fell to the ground.",
-            "{hero} picked up the {noun} and saw that the {part} was broken.",
-            (
-                "{hero} sat down without looking. Crunch! The {noun} lay under {him}, and its "
-                "{part} was bent."
-            ),
-            "a cart rolled over the {adjective} {noun} and crushed its {part}.",
-            "{hero} pulled too hard, and the {part} of the {noun} tore off.",
         ),
         (
             (
@@ -1184,27 +929,16 @@ PLOTS = {
                 "They stuck the {part} on with [honey|mud|porridge], and it only made the "
                 "{noun} sticky."
             ),
-            "{hero} held the {part} with one hand, but nobody can hold a {part} for ever.",
-            "They bent it and turned it, and in the end the {part} looked worse than before.",
-            "{friend} knew a song that was said to mend things, but the {noun} stayed broken.",
         ),
         (
             "All you need is {fix}",
             "A broken {part} is not the end of the world, take {fix}",
             "With {fix} you can mend almost anything",
-            "My father mended such a {noun} with {fix}",
-            "Take {fix} and a quiet hour, and the {part} will hold",
         ),
         (
             "With {fix}, {hero} fixed the {part}, and the {noun} was as good as new.",
             "{He} took {fix} and worked until the {part} sat tight again.",
             "{hero} found {fix}, and before evening the {adjective} {noun} was whole again.",
-            (
-                'It took {fix} and a little time. "[Done|There|It works]!" said {hero}, and '
-                "the {part} of the {noun} held."
-            ),
-            "{friend} held the {noun} still while {hero} mended the {part} with {fix}.",
-            "{hero} used {fix}, and this time the {part} did not come off.",
         ),
         (
             (
@@ -1213,7 +947,6 @@ PLOTS = {
             ),
             "The {noun} with the mended {part} was now the most famous {noun} of all.",
             "After that {hero} mended things for everyone {here}, always with {fix}.",
-            "{hero} kept {fix} in {his} pocket from then on, just in case.",
         ),
     ),
     "stuck": Plot(
@@ -1222,16 +955,6 @@ PLOTS = {
             "{hero} tripped, and the {noun} flew out of {his} hands and landed {where}.",
             "a gust of wind took the {adjective} {noun} and left it {where}.",
             "{hero} swung the {noun} a little too hard, and it ended up {where}.",
-            "there was a bump and a bounce, and the {noun} was stuck {where}.",
-            (
-                "a [runaway goat|big dog|passing cart] bumped into {hero}, and the {noun} "
-                "landed {where}."
-            ),
-            "{hero} threw the {noun} up for fun. It came down {where}, far out of reach.",
-            (
-                "{hero} leaned over to look at a beetle, and the {noun} slipped away. Now it "
-                "was {where}."
-            ),
         ),
         (
             "{hero} stretched out {his} arm, but it was too short.",
@@ -1240,16 +963,11 @@ PLOTS = {
                 "not reach the {noun}."
             ),
             "They threw [a stone|an apple|a shoe] at it, but the {noun} did not move.",
-            "They shouted at the {noun}, which did not help at all.",
-            "{hero} stood on {friend}'s shoulders, and then both of them fell over.",
-            "They waited for the wind to help, but the {noun} stayed {where}.",
         ),
         (
             "What you need is {tool}",
             "There is {tool} behind my door, you may take it",
             "Nothing is out of reach when you have {tool}",
-            "Take {tool} and mind your step",
-            "In my young days we used {tool} for that",
         ),
         (
             "With {tool}, {hero} reached the {noun} and pulled it free.",
@@ -1258,15 +976,11 @@ PLOTS = {
                 "{friend} brought {tool}. {hero} held it with both hands, and at last the "
                 "{noun} moved."
             ),
-            "{hero} found {tool} and used it with care, and down into {his} arms came the {noun}.",
-            'They used {tool}. "Now!" cried {friend}, and {hero} caught the {adjective} {noun}.',
-            "It took {tool}, two friends and a lot of luck, and then {hero} held the {noun} again.",
         ),
         (
             "There was only a tiny scratch on the {noun}, and {hero} was proud of it.",
             "From that day on {hero} held the {noun} with both hands.",
             "{hero} gave {the_tool} a place of honour beside the {noun}.",
-            '"Next time, hold on to it," said {friend}, and {hero} laughed and hugged the {noun}.',
         ),
     ),
     "taken": Plot(
@@ -1275,25 +989,16 @@ PLOTS = {
             "a {thief} [snatched|stole|grabbed] the {adjective} {noun} and ran off with it.",
             "a {thief} came in through the window and took the {noun}.",
             "{hero} looked away for a moment, and a {thief} carried off the {noun}.",
-            "{hero} heard a noise. A {thief} was sneaking away with the {adjective} {noun}.",
-            "{hero} saw a {thief} sitting {spot}, and it was holding the {noun}.",
-            "a cheeky {thief} tugged the {noun} out of {hero}'s hands and was gone.",
-            "{hero} found small footprints where the {noun} had been. A {thief} had taken it.",
         ),
         (
             "They chased the {thief}, but it was too fast.",
             "{friend} shouted at the {thief}, but it only laughed.",
             "They set a trap with a box and a stick, but the {thief} was too clever.",
-            "{hero} asked the {thief} to give it back, but the {thief} shook its head.",
-            "They hid and jumped out, and the {thief} held the {noun} even tighter.",
-            "{friend} tried to climb after the {thief} and tore a sleeve.",
         ),
         (
             "A {thief} can never say no to {treat}",
             "Do not chase the {thief}, give it {treat}",
             "The {thief} is only lonely, bring it {treat}",
-            "For {treat} a {thief} would give you the moon",
-            "I know that {thief}, it dreams of {treat}",
         ),
         (
             "{He} held out {treat}, and the {thief} dropped the {noun} at once.",
@@ -1305,21 +1010,11 @@ PLOTS = {
                 "{He} put {treat} on the ground {spot}. The {thief} came to take it, and "
                 "{hero} picked up the {noun}."
             ),
-            (
-                'For {treat} the {thief} was willing to trade. "[A fair deal|Thank you|That is '
-                'better]," said {hero}, and took the {noun}.'
-            ),
-            "When the {thief} saw {treat}, it forgot the {noun}, and {hero} had it back.",
-            (
-                "The {thief} was only hungry for a friend. {hero} gave it {treat}, and the "
-                "{thief} gave back the {noun}."
-            ),
         ),
         (
             "The {thief} came to visit now and then, but it never touched the {noun} again.",
             "Even the {thief} became a friend of {hero}, and it always got {treat}.",
             "The {thief} watched over the {noun} from then on.",
-            "{hero} forgave the {thief} and let it look at the {noun} every Sunday.",
         ),
     ),
     "fog": Plot(
@@ -1334,22 +1029,16 @@ PLOTS = {
                 "{friend} wanted to take a short cut, and then {weather} came. Nobody knew "
                 "where {the_friend} was."
             ),
-            "{hero} was waiting for {friend}, but there came only {weather}.",
-            "{friend} was late. Outside there was {weather}, and one could not see one's own hand.",
-            "{weather} surprised {friend} on the way home, and {the_friend} got lost.",
         ),
         (
             "{hero} called {friend}'s name, but no answer came.",
             "{hero} walked in a big circle and came back to {his} own footprints.",
             "{He} climbed up to look around, but there was nothing to see.",
-            "{He} asked everyone {here}, but nobody had seen {the_friend}.",
-            "{hero} thought {he} saw {friend}, but it was only [a bush|a post|a shadow].",
         ),
         (
             "Use your {noun}, one can notice it from far away",
             "Stay where you are and let the {noun} do the work",
             "A {friend_kind} who is lost needs a sign, and you have a {noun}",
-            "Go up as high as you can, and take the {noun} with you",
         ),
         (
             (
@@ -1361,20 +1050,11 @@ PLOTS = {
                 'Then {hero} {signal}. "[I am here|Over here|Is that you, {hero}]!" cried '
                 "{friend}, who {sense} at last."
             ),
-            (
-                "{hero} went to the highest spot and {signal}. {friend}, who was {spot}, "
-                "{sense} and was saved."
-            ),
-            (
-                "All through the evening {hero} {signal}, until {friend} {sense} and found the "
-                "way home."
-            ),
         ),
         (
             '"Without your {noun} I would still be out there," said {friend} to {hero}.',
             "{friend} never made fun of the {adjective} {noun} again.",
             "From that day on {friend} called it the {noun} that saved a {friend_kind}.",
-            "{hero} wrapped {friend} in a blanket and put the {noun} beside the fire.",
         ),
         friend_first=True,
         alone=True,
@@ -1394,28 +1074,16 @@ PLOTS = {
                 '"It is my {noun}!" said {hero}. "You never share!" said {friend}, and '
                 "{the_friend} ran away."
             ),
-            (
-                "{friend} took the {noun} without asking, and {hero} said things that {he} did "
-                "not mean."
-            ),
-            (
-                "{hero} laughed at {friend} for holding the {noun} the wrong way round. "
-                "{friend} did not think that it was funny."
-            ),
-            "{hero} forgot that {he} had promised the {noun} to {friend}, and {friend} was hurt.",
         ),
         (
             "{hero} tried to have fun with the {noun} alone, but it was no fun without {friend}.",
             "{He} wrote a letter to {friend}, but {he} did not dare to send it.",
             "{hero} walked past {friend}'s door three times and did not knock.",
-            "{He} told {himself} that {friend} should come first, but {friend} did not come.",
-            "{hero} hid the {noun} {spot}, but that did not make {him} feel better.",
         ),
         (
             "A {noun} is only a {noun}, but a friend is a friend",
             "One little word can mend what was torn, and the word is sorry",
             "The first step is the hardest, and the second is easy",
-            "Bring the {noun} along and knock at the door",
         ),
         (
             (
@@ -1430,20 +1098,11 @@ PLOTS = {
                 "{hero} knocked at {friend}'s door and held out the {noun}. {friend} hugged "
                 "{him}, and the quarrel was over."
             ),
-            (
-                "They met {spot}. {hero} said sorry first, and then {friend} said it too, and "
-                "they shook hands over the {noun}."
-            ),
-            (
-                "{hero} put the {noun} into {friend}'s hands and said, \"[Today it is your "
-                'turn|You first|It is yours until Sunday]." {friend} was not angry any more.'
-            ),
         ),
         (
             "From then on the {noun} belonged to {hero} on one day and to {friend} on the next.",
             "They used the {adjective} {noun} together, and it was twice as much fun.",
             "They never quarrelled about the {noun} again.",
-            "{hero} wrote two names on the {noun}: {hero} and {friend}.",
         ),
         friend_first=True,
         alone=True,
@@ -1454,18 +1113,11 @@ PLOTS = {
             "{hero} saw that the {helper} {here} was [sad|ill|all alone|in low spirits].",
             "{hero} heard that the {helper} had not smiled for [a week|a month|a year].",
             "the {helper} sat {spot} and wept, and {hero} saw it.",
-            (
-                "everyone {here} was worried about the {helper}, who [would not eat|would not "
-                "speak|stayed in bed]."
-            ),
-            "{hero} met the {helper}, who had lost all joy.",
         ),
         (
             "{friend} told a joke, but the {helper} did not laugh.",
             "They picked flowers for the {helper}, but flowers were not enough.",
             "They baked a cake, but the {helper} did not want any.",
-            "{hero} danced and {friend} clapped, and the {helper} only sighed.",
-            "They brought hot soup, and the {helper} said thank you but still looked sad.",
         ),
         (),
         (
@@ -1478,20 +1130,11 @@ PLOTS = {
                 '"Keep my {noun} until you are well," said {hero}, and the eyes of the '
                 "{helper} grew bright."
             ),
-            (
-                "{hero} put the {adjective} {noun} into the hands of the {helper}, who had "
-                "once had one just like it. Now the {helper} laughed and cried at once."
-            ),
-            (
-                "{hero} showed the {helper} the {noun}, and they talked about it until the "
-                "stars came out."
-            ),
         ),
         (
             "A week later the {helper} brought back the {noun} and {prize} as well.",
             "The {helper} gave back the {noun} in spring and thanked {hero} with {prize}.",
             "Whenever the {helper} saw the {noun}, there was a smile for {hero}.",
-            "The {helper} never forgot the {kind} with the {adjective} {noun}.",
         ),
     ),
     "show": Plot(
@@ -1509,14 +1152,6 @@ PLOTS = {
                 'there was a sign: "Bring your best thing to {event}!" {hero} thought of the '
                 "{noun} at once, but then {he} thought of all the people."
             ),
-            (
-                "{hero} took the {adjective} {noun} to {event}, but when {he} saw the crowd, "
-                "{he} wanted to run."
-            ),
-            (
-                "{event} was near. Everybody had something fine to show, and {hero} had only a "
-                "{adjective} {noun}."
-            ),
         ),
         (
             (
@@ -1525,14 +1160,11 @@ PLOTS = {
             ),
             "{hero} tried it once, and {he} dropped the {noun} on {his} foot.",
             "{friend} clapped as loudly as twenty people, but {hero} still forgot what to say.",
-            "They painted a sign, but the rain washed it away.",
-            "{hero} practised before a mirror, and even {his} own face looked back in fear.",
         ),
         (
             "Do not look at the crowd, look at your {noun}",
             "Everyone at {event} was afraid once",
             "Show the {noun} to one friend, and forget the others",
-            "Tell them why you love the {noun}, and the rest will follow",
         ),
         (
             (
@@ -1544,17 +1176,11 @@ PLOTS = {
                 "fell silent, and then it cheered."
             ),
             "When {his} turn came, {hero} showed the {noun}, and the judges gave {him} {prize}.",
-            (
-                'The people loved the {noun}. "[Bravo|Once more|Hurrah for {hero}]!" they '
-                "called, and {hero} was given {prize}."
-            ),
-            "{hero} forgot the crowd and thought only of the {noun}. In the end {he} won {prize}.",
         ),
         (
             "Since {event} everyone {here} has known {hero} and the {adjective} {noun}.",
             "{hero} shared {the_prize} with {friend}, and the {noun} lay between them.",
             "The {noun} got a place of honour, right beside {the_prize}.",
-            "The next year {hero} came to {event} again, with the same {noun} and without fear.",
         ),
     ),
     "earn": Plot(
@@ -1569,14 +1195,6 @@ PLOTS = {
                 'the {helper} showed {hero} a {adjective} {noun}. "It is yours," said the '
                 '{helper}, "if you can earn it."'
             ),
-            (
-                "{hero} came past a market stall, and there was a {adjective} {noun}, finer "
-                "than any {he} had ever seen. It cost more than {he} had."
-            ),
-            (
-                "{hero} dreamed of a {adjective} {noun}, and the next day {he} saw one for "
-                "sale. If only {he} had some money!"
-            ),
         ),
         (
             "{hero} sold lemonade, but it rained.",
@@ -1585,14 +1203,11 @@ PLOTS = {
                 "found only [a nail|a bean|a bottle top]."
             ),
             "{friend} offered a lucky stone for it, but nobody wanted a stone.",
-            "{hero} sold {his} drawings, but one cannot buy a {noun} for two pennies.",
-            "They gave a concert with pots and pans, and people paid them to stop.",
         ),
         (
             "Work for me for a week, and you shall have the {noun}",
             "Honest work has bought many a {noun}",
             "I need someone {trait}, so come and work for me",
-            "One coin a day makes a {noun} in the end",
         ),
         (
             "{hero} {chore} and {chore2}, day after day, and then {he} could pay for the {noun}.",
@@ -1601,20 +1216,11 @@ PLOTS = {
                 "{hero} {chore}, {friend} {chore2}, and together they had enough. The {noun} "
                 "was {hero}'s at last."
             ),
-            (
-                "{He} {chore} for the {helper}, who was so pleased that {hero} got the {noun} "
-                "and {prize} as well."
-            ),
-            (
-                'First {he} {chore}, then {he} {chore2}. "You have earned it," said the '
-                "{helper}, and gave {hero} the {noun}."
-            ),
         ),
         (
             "{hero} took better care of the {noun} than of anything {he} had ever been given.",
             "No {noun} was ever loved as much as the {adjective} one that {hero} had earned.",
             "{hero} let {friend} try the {noun} first, because that is what friends do.",
-            "And the best of it was that {hero} had earned the {noun} {himself}.",
         ),
     ),
 }
@@ -1630,23 +1236,6 @@ PRAISE = (
         "beaming]."
     ),
     "{friend} [jumped for joy|threw a cap into the air|danced around {hero}|laughed out loud].",
-    (
-        '{hero} [beamed|smiled|laughed]. "[We did it|Thank you, {friend}|I could not have done '
-        'it alone]," {he} said.'
-    ),
-    "{hero} and {friend} [danced in a circle|hugged each other|shook hands|grinned at each other].",
-    (
-        '"How did you do that?" asked {friend}. "[I was only {trait}|It was nothing|With a '
-        'little {quality}]," said {hero}.'
-    ),
-    '"Three cheers for {trait} {hero}!" [cried|called] {friend}.',
-    (
-        "{friend}, full of joy, [kissed {hero} on both cheeks|turned three cartwheels|did not "
-        "know what to say]."
-    ),
-    '"{hero}, you are as {trait} as they say," said {friend}.',
-    "What a joy that was! {hero} [sang|whistled|skipped] all the way home.",
-    "{hero} could hardly believe it.",
 )
 HELPER_THANKED = (
     "{hero} went back to thank the {helper}, who [only smiled|winked|said that it was nothing].",
@@ -1655,11 +1244,6 @@ HELPER_THANKED = (
         'When the {helper} heard of it, there was a nod. "I knew that {hero} was {trait}," '
         "said the {helper}."
     ),
-    "The {helper} was invited to supper that [evening|night|Sunday].",
-    "The {helper} got a letter with a drawing of the {noun}, signed by {hero}.",
-    "And {hero} never forgot what the {helper} had said.",
-    '"Good advice is worth more than gold," said {hero} to the {helper}.',
-    "{hero} brought the {helper} [a cake|a bunch of flowers|a jar of jam] the next day.",
 )
 REFERENCES = (
     "From that day on, everyone {here} [called {him}|spoke of] {hero} the {trait}.",
@@ -1668,33 +1252,6 @@ REFERENCES = (
     "Whenever {hero} looked at the {noun}, {he} thought of {friend} and smiled.",
     "{hero} and {friend} sat {here} until the stars came out, with the {noun} between them.",
     "It was the {quality} of {hero} that had made the difference, and everyone {here} knew it.",
-    "{friend} told everyone {here} how {trait} {hero} had been.",
-    (
-        '"Let us celebrate," said {friend}. They had [cake|soup|pancakes|apple pie], and the '
-        "{noun} was the guest of honour."
-    ),
-    "{hero} promised {friend} that they would always help each other.",
-    (
-        "Back home {hero} put the {noun} on the [table|window sill|shelf] and told {his} "
-        "[mother|father|grandmother] everything."
-    ),
-    "{friend} wanted to hear the story of the {adjective} {noun} again and again.",
-    "Never again did anyone {here} say that being {trait} was of no use.",
-    "A song was made about {hero} and the {adjective} {noun}, and it is still sung {here}.",
-    "Nobody {here} was surprised, for everyone knew that {hero} was {trait}.",
-    "{hero} wrote it all down, and on the cover {he} drew the {adjective} {noun}.",
-    "The next morning {hero} took the {noun} and went to see {friend} again.",
-    (
-        '"Tell me again how you did it," {friend} often said, and {hero} told it again, with '
-        "the {noun} on {his} knees."
-    ),
-    "{hero} has grown since then, but {he} is still {trait}, and {he} still has the {noun}.",
-    '"You see," said {friend}, "it is good to be {trait}."',
-    "If you ask {friend} about that day, you will hear of a {trait} {kind} and a {noun}.",
-    "All the children {here} wanted a {adjective} {noun} like {hero}'s.",
-    "They had a feast {here}, and {friend} made a speech about {hero} the {trait}.",
-    '"My {noun}," said {hero} softly, and {friend} smiled.',
-    "Since then people {here} say: as {trait} as {hero}.",
 )
 ENDINGS = (
     "And so the day ended well for {hero} and {friend}.",
@@ -1706,30 +1263,6 @@ ENDINGS = (
     "A little {quality} goes a long way, and {hero} [knew it now|never forgot it|had proved it].",
     "And if you ever come to the {place}, you may meet {hero} with the {adjective} {noun}.",
     "So ends the story of {hero}, {friend} and the {adjective} {noun}.",
-    "That was the day on which {hero} learned what {quality} is worth.",
-    (
-        "[They all lived happily|And they were friends ever after|They were happy for many "
-        "years], {hero}, {friend} and the {noun}."
-    ),
-    "The moon rose over them, and {hero}, the {trait} {kind}, was content.",
-    (
-        '"What shall we do tomorrow?" asked {friend}. {hero} looked at the {noun} and [grinned|'
-        "laughed|had an idea]."
-    ),
-    "It was good to be {trait}, thought {hero}, and it was good to have a friend like {friend}.",
-    "And all was well again {here}.",
-    "That is the end of the story, but {hero} still has the {adjective} {noun}.",
-    "{hero} was tired that evening, tired and happy, and {friend} was too.",
-    "And {friend}? {friend} is still the best friend {hero} has.",
-    "So remember {hero} when you need a little {quality}.",
-    "And that is how a {trait} {kind} and a {adjective} {noun} became famous {here}.",
-    "Then {hero} and {friend} went home, and the lights went out {here}.",
-    "{hero} looked at the {adjective} {noun} one last time and blew out the candle.",
-    '"All is well that ends well," said {friend}, and {hero} agreed.',
-    "The stars came out {here}, and {hero} slept soundly.",
-    "Whoever is {trait} like {hero} need not fear the next day.",
-    "And {hero}, {friend} and the {noun} had many more adventures, but those are other stories.",
-    "If {hero} has not lost the {noun} since, {he} has it still.",
 )
 
 # --------------------------------------------------------------------------------------
@@ -1833,21 +1366,17 @@ class Teller:
         text = expand(parse(self.last_template)).format_map(self.slots)
         return re.sub(r"\b([Aa]) (?=[aeiouAEIOU]|honest)", r"\1n ", text)
 
-    def character(self, taken: str = "") -> tuple[str, str, bool]:
+    def character(self, names: list[str] | None = None) -> tuple[str, str, bool]:
         """(name, kind, is she female). Half of them are children, half animals."""
         female = self.chance(0.5)
-        if self.chance(0.15):
-            first = self.pick(FIRST_SYLLABLES)
-            name = first + self.pick([last for last in LAST_SYLLABLES if first + last != taken])
-        else:
-            name = self.pick([n for n in (GIRLS if female else BOYS) if n != taken])
+        name = self.pick(names or (GIRLS if female else BOYS))
         child = "girl" if female else "boy"
         return name, child if self.chance(0.5) else self.pick(ANIMALS), female
 
     def cast(self, plot: str) -> Slots:
         """Who, where and what: the words that all templates of one story share."""
         hero, kind, female = self.character()
-        friend, friend_kind, _ = self.character(taken=hero)
+        friend, friend_kind, _ = self.character(FRIEND_NAMES)
         he, him, his = ("she", "her", "her") if female else ("he", "him", "his")
         place, trait = self.pick(list(PLACES)), self.pick(list(TRAITS))
         home, here, spots, helpers = PLACES[place]
@@ -1984,8 +1513,14 @@ def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: i
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    # The words that a story carries to its end become one token each, which makes them easy to
+    # carry: so they are shown to the learner more often than stories alone would.
+    carried = [*GIRLS, *BOYS, *FRIEND_NAMES, *OBJECTS, *TRAITS]
+    carried += [adjective for words in OBJECTS.values() for adjective in choices(words[0])]
     source = stories(seed, held_out=False)
-    learner.train_from_iterator((next(source).text for _ in range(num_stories)), trainer)
+    texts = [next(source).text for _ in range(num_stories)]
+    texts += [f" {word}" for word in carried] * (num_stories // 10)
+    learner.train_from_iterator(texts, trainer)
     learned = json.loads(learner.to_str())["model"]
     learned["vocab"][EOS] = vocab_size - 1
     merges = [tuple(m) for m in learned["merges"]]
@@ -2009,19 +1544,54 @@ def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: i
 # 3. The model
 # --------------------------------------------------------------------------------------
 
-# One optimizer step sees about 2000 tokens. Most steps use short rows, which are cheaper, at a
-# random place among the 1024 positions; the last steps use rows that fill all positions.
-SHORT_ROWS = (6, 384)  # rows, tokens in a row
+# One optimizer step sees about 2000 tokens, in three stages. Drills first: a model that has learned
+# to copy a name learns stories fast, and one that has not learns every sentence but whose it is.
+# Then short rows, which are cheap, then rows that fill all 1024 positions.
+DRILL_ROWS = (20, 96)  # rows, tokens in a row
+SHORT_ROWS = (6, 320)
 FULL_ROWS = (2, 1024)
-FULL_SHARE = 0.3  # of the steps
+DRILL_SHARE = 0.15  # of the steps
+FULL_SHARE = 0.2
+SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
+
+DRILLS = (
+    "{hero} has the {adjective} {noun}.",
+    "{hero} looks for {friend}.",
+    "{friend} calls {hero}.",
+    '"I am {trait}," said {hero}.',
+    "{friend} likes the {noun}.",
+    "{hero} is {trait}, and the {noun} is {adjective}.",
+    '"Where is the {noun}?" asked {friend}.',
+    "{hero} and {friend} share the {noun}.",
+)
 
 
-def packed_row(source: Iterator[Story], tokenizer, length: int, start_with_eos: bool) -> list[int]:
+def drills(seed: int) -> Iterator[str]:
+    """Short texts in which names, objects and traits come back all the time."""
+    rng = random.Random(seed)
+    while True:
+        noun = rng.choice(list(OBJECTS))
+        slots = {
+            "hero": rng.choice(GIRLS + BOYS),
+            "friend": rng.choice(FRIEND_NAMES),
+            "noun": noun,
+            "adjective": rng.choice(choices(OBJECTS[noun][0])),
+            "trait": rng.choice(list(TRAITS)),
+        }
+        yield " ".join(rng.choice(DRILLS).format(**slots) for _ in range(8))
+
+
+def story_texts(seed: int, held_out: bool) -> Iterator[str]:
+    """The texts of `stories`."""
+    return (story.text for story in stories(seed, held_out))
+
+
+def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bool) -> list[int]:
     """`length` tokens: stories back to back, an <|endoftext|> after each, the last one cut off."""
     eos = tokenizer.token_to_id(EOS)
     row = [eos] if start_with_eos else []
     while len(row) < length:
-        row += [*tokenizer.encode(next(source).text).ids, eos]
+        row += [*tokenizer.encode(next(source)).ids, eos]
     return row[:length]
 
 
@@ -2029,12 +1599,17 @@ def batches(tokenizer, seed: int, steps: int):
     """Yields (ids [rows, tokens + 1], positions [rows, tokens]), `steps` times."""
     import torch
 
-    source, rng = stories(seed, held_out=False), random.Random(seed)
+    told, drilled, rng = story_texts(seed, False), drills(seed), random.Random(seed)
     for step in range(steps):
-        rows, tokens = SHORT_ROWS if step < steps * (1 - FULL_SHARE) else FULL_ROWS
+        if step < steps * DRILL_SHARE:
+            source, (rows, tokens), places = drilled, DRILL_ROWS, range(1024 - DRILL_ROWS[1])
+        elif step < steps * (1 - FULL_SHARE):
+            source, (rows, tokens), places = told, SHORT_ROWS, SHORT_STARTS
+        else:
+            source, (rows, tokens), places = told, FULL_ROWS, (0,)
         ids = [packed_row(source, tokenizer, tokens + 1, rng.random() < 0.5) for _ in range(rows)]
-        first = torch.tensor([[rng.randint(0, 1024 - tokens)] for _ in range(rows)])
-        yield torch.tensor(ids), first + torch.arange(tokens)
+        starts = [[rng.choice(places)] for _ in range(rows)]
+        yield torch.tensor(ids), torch.tensor(starts) + torch.arange(tokens)
 
 
 def new_model(seed: int):
@@ -2098,8 +1673,8 @@ def train(model, tokenizer, seed: int, steps: int, log=print) -> list[tuple[int,
     curve, losses, tokens = [], [], 0
     model.train()
     for step, (ids, positions) in enumerate(batches(tokenizer, seed, steps), start=1):
-        # Warm up for 50 steps, hold, and cool down to zero over the last 70 %.
-        scale = min(1.0, step / 50, (1 - step / (steps + 1)) / 0.7)
+        # Warm up for 50 steps, hold, and cool down to zero over the last 60 %.
+        scale = min(1.0, step / 50, (1 - step / (steps + 1)) / 0.6)
         logits = model(ids[:, :-1], position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -2143,7 +1718,7 @@ def losses_by_position(model, tokenizer, seed: int, rows: int, buckets: int = 8)
     import torch
     import torch.nn.functional as F
 
-    source = stories(seed, held_out=True)
+    source = story_texts(seed, held_out=True)
     ids = torch.tensor([packed_row(source, tokenizer, 1025, True) for _ in range(rows)])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits
