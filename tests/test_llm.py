@@ -311,7 +311,7 @@ class TestLeaving:
 
 class TestConstruction:
     def test_unknown_engine_argument(self):
-        with pytest.raises(TypeError, match=r"unknown engine argument 'max_seqs'"):
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_seqs'"):
             LLM(max_seqs=3)
 
     def test_engine_argument_out_of_range(self, folder):

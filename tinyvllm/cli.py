@@ -110,6 +110,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             raise BadInput(f"standard input is not text: {error}") from error
     if not prompts:
         raise BadInput("no prompt: give some as arguments, or on standard input, one a line")
+    for i, prompt in enumerate(prompts):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # bytes of the command line that are no text
+            raise BadInput(f"prompt {i + 1} is not text: {error}") from error
     return prompts
 
 

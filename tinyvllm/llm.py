@@ -103,6 +103,11 @@ class LLM:
         tokenizer: a folder or hub id of another tokenizer; None is the model's own.
         engine_args: the fields of `EngineConfig`.
 
+    Attributes:
+        engine: serves the requests; its observers see every step.
+        tokenizer: text to token ids and back.
+        inboxes: where the outputs of each live request go, one inbox for each call.
+
     Raises:
         TypeError: an engine argument that does not exist.
         ValueError: an engine argument out of range.
@@ -116,104 +121,12 @@ class LLM:
         tokenizer: str | Path | None = None,
         **engine_args,
     ):
-        known = [field.name for field in dataclasses.fields(EngineConfig)]
-        for name in engine_args:
-            if name not in known:
-                raise TypeError(
-                    f"LLM: unknown engine argument {name!r}; there are {', '.join(known)}"
-                )
         config = EngineConfig(model=None if model is None else str(model), **engine_args)
         self.tokenizer = Tokenizer.from_pretrained(model if tokenizer is None else tokenizer)
         runner = ModelRunner(config)
         self.engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
         self.request_counter = itertools.count()
-        # Where the outputs of each request go: one dictionary per call of `generate` or `stream`.
         self.inboxes: dict[str, dict[str, GenerationOutput]] = {}
-
-    def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[GenerationOutput]:
-        """Continue every prompt to its end; the outputs come in the order of the prompts.
-
-        `sampling_params` is one for all prompts or a list with one for each. A prompt that cannot
-        be served (empty, too long, an id out of range) has an output with `error` set; the others
-        are not affected.
-        """
-        requests = self.make_requests(prompts, sampling_params)
-        finished = {}
-        with (
-            closing(self.run(requests)) as outputs,
-            tqdm(total=len(requests), desc="Prompts", disable=not use_tqdm) as progress,
-        ):
-            for output in outputs:
-                if output.finished:
-                    finished[output.request_id] = output
-                    progress.update()
-        for request in requests:
-            params = request.sampling_params
-            if not params.detokenize:
-                continue
-            for completion in finished[request.request_id].outputs:
-                completion.text = self.tokenizer.decode(
-                    text_token_ids(completion), params.skip_special_tokens
-                )
-        return [finished[request.request_id] for request in requests]
-
-    def stream(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> Iterator[GenerationOutput]:
-        """Continue every prompt, yielding outputs that hold only what is new: text and token ids.
-
-        The pieces of a request add up to its output from `generate`. Leaving the loop early aborts
-        the requests that are not finished. Streams may be interleaved; each step serves them all.
-        """
-        return self.deltas(self.make_requests(prompts, sampling_params))
-
-    def deltas(self, requests: list[Request]) -> Iterator[GenerationOutput]:
-        """Yield what each step adds to the requests."""
-        streams = {r.request_id: DeltaStream(self.tokenizer, r.sampling_params) for r in requests}
-        with closing(self.run(requests)) as outputs:
-            for output in outputs:
-                yield streams[output.request_id].delta(output)
-
-    def run(self, requests: list[Request]) -> Iterator[GenerationOutput]:
-        """Step the engine until the requests are finished; yields the outputs that grew.
-
-        Whatever ends this generator early (`close`, an exception, Ctrl-C) aborts what is left.
-        """
-        inbox: dict[str, GenerationOutput] = {}
-        unfinished = {request.request_id for request in requests}
-        self.inboxes.update(dict.fromkeys(unfinished, inbox))
-        try:
-            with uninterrupted():
-                for request in requests:
-                    self.engine.add_request(request)
-            while unfinished and (inbox or self.engine.has_unfinished_requests()):
-                if not inbox:
-                    self.step()
-                    continue
-                output = inbox.pop(next(iter(inbox)))
-                if output.finished:
-                    unfinished.remove(output.request_id)
-                yield output
-        finally:
-            with uninterrupted():
-                for request_id in unfinished:
-                    self.engine.abort(request_id)
-                for request in requests:
-                    del self.inboxes[request.request_id]
-
-    def step(self):
-        """One step of the engine; every output that grew goes to the stream that waits for it."""
-        with uninterrupted():
-            for output in self.engine.step():
-                if output.request_id in self.inboxes:
-                    self.inboxes[output.request_id][output.request_id] = output
 
     def make_requests(
         self,
@@ -255,3 +168,88 @@ class LLM:
                 f"'prompt_token_ids', got {prompt!r:.80}"
             )
         return text, [int(token_id) for token_id in token_ids]
+
+    def run(self, requests: list[Request]) -> Iterator[GenerationOutput]:
+        """Step the engine until the requests are finished; yields the outputs that grew.
+
+        Whatever ends this generator early (`close`, an exception, Ctrl-C) aborts what is left.
+        """
+        inbox: dict[str, GenerationOutput] = {}
+        unfinished = {request.request_id for request in requests}
+        self.inboxes.update(dict.fromkeys(unfinished, inbox))
+        try:
+            with uninterrupted():
+                for request in requests:
+                    self.engine.add_request(request)
+            while unfinished and (inbox or self.engine.has_unfinished_requests()):
+                if not inbox:
+                    self.step()
+                    continue
+                output = inbox.pop(next(iter(inbox)))
+                if output.finished:
+                    unfinished.remove(output.request_id)
+                yield output
+        finally:
+            with uninterrupted():
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
+                for request in requests:
+                    del self.inboxes[request.request_id]
+
+    def step(self):
+        """One step of the engine; every output that grew goes to the call that waits for it."""
+        with uninterrupted():
+            for output in self.engine.step():
+                if output.request_id in self.inboxes:
+                    self.inboxes[output.request_id][output.request_id] = output
+
+    def deltas(self, requests: list[Request]) -> Iterator[GenerationOutput]:
+        """Yield what each step adds to the requests."""
+        streams = {r.request_id: DeltaStream(self.tokenizer, r.sampling_params) for r in requests}
+        with closing(self.run(requests)) as outputs:
+            for output in outputs:
+                yield streams[output.request_id].delta(output)
+
+    def stream(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Iterator[GenerationOutput]:
+        """Continue every prompt, yielding outputs that hold only what is new: text and token ids.
+
+        The pieces of a request add up to its output from `generate`. Leaving the loop early aborts
+        the requests that are not finished. Streams may be interleaved; each step serves them all.
+        """
+        return self.deltas(self.make_requests(prompts, sampling_params))
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """Continue every prompt to its end; the outputs come in the order of the prompts.
+
+        `sampling_params` is one for all prompts or a list with one for each. A prompt that cannot
+        be served (empty, too long, an id out of range) has an output with `error` set; the others
+        are not affected.
+        """
+        requests = self.make_requests(prompts, sampling_params)
+        finished = {}
+        with (
+            closing(self.run(requests)) as outputs,
+            tqdm(total=len(requests), desc="Prompts", disable=not use_tqdm) as progress,
+        ):
+            for output in outputs:
+                if output.finished:
+                    finished[output.request_id] = output
+                    progress.update()
+        for request in requests:
+            params = request.sampling_params
+            if not params.detokenize:
+                continue
+            for completion in finished[request.request_id].outputs:
+                completion.text = self.tokenizer.decode(
+                    text_token_ids(completion), params.skip_special_tokens
+                )
+        return [finished[request.request_id] for request in requests]

@@ -83,6 +83,8 @@ class Tokenizer:
     token at a time (`IncrementalDetokenizer`).
 
     Attributes:
+        backend: the library's tokenizer.
+        bytes_of: the bytes of every token id.
         vocab_size: one more than the largest token id.
         eos_token_id: the end-of-sequence token; None if the vocabulary lacks it.
         special_token_ids: ids that stand for no text and are skipped on request.
@@ -125,14 +127,14 @@ class Tokenizer:
             raise ValueError(f"prompt is not valid Unicode: {error}") from error
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def token_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> bytes:
+    def to_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> bytes:
         """The bytes that the tokens stand for. Ids beyond the vocabulary stand for none."""
         skip = self.special_token_ids if skip_special_tokens else ()
         return b"".join(self.bytes_of.get(i, b"") for i in token_ids if i not in skip)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 come out as U+FFFD."""
-        return self.token_bytes(token_ids, skip_special_tokens).decode("utf-8", "replace")
+        return self.to_bytes(token_ids, skip_special_tokens).decode("utf-8", "replace")
 
 
 class IncrementalDetokenizer:
@@ -152,5 +154,5 @@ class IncrementalDetokenizer:
 
     def decode(self, token_ids: Iterable[int], final: bool = False) -> str:
         """The text that `token_ids` add; `final` also gives out an unfinished character."""
-        new_bytes = self.tokenizer.token_bytes(token_ids, self.skip_special_tokens)
+        new_bytes = self.tokenizer.to_bytes(token_ids, self.skip_special_tokens)
         return self.decoder.decode(new_bytes, final)

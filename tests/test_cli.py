@@ -1,0 +1,309 @@
+"""The command line: what it prints, what it refuses, and how it ends."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+from babbler import make_babbler
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.cli import StoryPrinter, main
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = ["a fox", "Once upon a time", "the boat"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small only lose by handing work to other threads."""
+    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield
+    torch.set_num_threads(torch_threads)
+    numba.set_num_threads(numba_threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_babbler(tmp_path_factory.mktemp("babbler"))
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    """Run a command on the babbler, in this process; returns status, output and errors."""
+
+    def run(*argv, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        if argv[:1] in (("generate",), ("trace",)) and "--model" not in argv:
+            argv = (*argv, "--model", str(folder))
+        try:
+            status = main(list(argv))
+        except SystemExit as error:  # argparse's way out
+            status = error.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def texts(folder):
+    """What the greedy babbler says to the prompts, twelve tokens each."""
+    llm = LLM(folder, device="cpu", num_gpu_blocks_override=100)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    return [o.prompt + o.outputs[0].text for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+GREEDY = ("--temperature", "0", "--max-tokens", "12")
+
+
+class TestGenerate:
+    def test_one_story(self, run, texts):
+        assert run("generate", PROMPTS[0], *GREEDY) == (0, texts[0] + "\n", "")
+
+    def test_several_stories_in_order(self, run, texts):
+        assert run("generate", *PROMPTS, *GREEDY) == (0, "\n\n".join(texts) + "\n", "")
+
+    def test_prompts_from_standard_input(self, run, texts):
+        stdin = f"{PROMPTS[0]}\n\n{PROMPTS[1]}\n  \n{PROMPTS[2]}"
+        assert run("generate", *GREEDY, stdin=stdin) == (0, "\n\n".join(texts) + "\n", "")
+
+    def test_json(self, run, texts):
+        status, out, err = run("generate", *PROMPTS, *GREEDY, "--json")
+        records = [json.loads(line) for line in out.splitlines()]
+        assert (status, err) == (0, "")
+        assert [record["prompt"] + record["text"] for record in records] == texts
+        assert [record["error"] for record in records] == [None] * 3
+        assert {record["finish_reason"] for record in records} <= {"stop", "length"}
+        assert all(1 <= len(record["token_ids"]) <= 12 for record in records)
+
+    def test_stats(self, run):
+        status, out, _ = run("generate", *PROMPTS, *PROMPTS, *GREEDY, "--stats")
+        assert status == 0
+        figures = re.fullmatch(
+            r"6 requests, (\d+) tokens, [\d.]+ tokens/s, (\d+) steps, peak (\d+) blocks, "
+            r"prefix hits \d+ of \d+ prompt tokens",
+            out.splitlines()[-1],
+        )
+        tokens, steps, blocks = map(int, figures.groups())
+        assert 6 <= tokens <= 72 and 1 <= steps <= 12 and blocks >= 6
+
+    def test_stats_as_json(self, run, folder):
+        prompt = "Once upon a time there was a fox named Pip."
+        _, out, _ = run("generate", prompt, prompt, *GREEDY, "--json", "--stats", "--block-size=4")
+        first, second, last = (json.loads(line) for line in out.splitlines())
+        stats, count = last["stats"], len(LLM(folder).tokenizer.encode(prompt))
+        assert stats["requests"] == 2
+        assert stats["tokens"] == len(first["token_ids"]) + len(second["token_ids"])
+        assert stats["prompt_tokens"] == 2 * count
+        assert stats["prefix_hits"] == second["num_cached_tokens"] == (count - 1) // 4 * 4
+
+    def test_seed(self, run):
+        command = ("generate", PROMPTS[0], "--max-tokens", "20")
+        one, again, other = run(*command), run(*command, "--seed=0"), run(*command, "--seed=5")
+        assert one == again
+        assert one[1] != other[1]
+
+    def test_a_bad_prompt_among_good_ones(self, run, texts):
+        """The good ones are served; the bad one is a line on standard error and the status."""
+        status, out, err = run("generate", PROMPTS[0], "", PROMPTS[1], *GREEDY)
+        assert (status, out) == (2, "\n\n".join(texts[:2]) + "\n")
+        assert re.fullmatch(r"tinyvllm: prompt 2: .*at least one token.*\n", err)
+
+        status, out, err = run("generate", PROMPTS[0], "", *GREEDY, "--json")
+        good, bad = (json.loads(line) for line in out.splitlines())
+        assert status == 2 and err.count("\n") == 1
+        assert good["prompt"] + good["text"] == texts[0]
+        assert "at least one token" in bad["error"] and "text" not in bad
+
+
+class TestStoryPrinter:
+    def test_first_story_is_live_and_the_others_wait(self, capsys):
+        printer = StoryPrinter(["A", "B", "C"])
+        seen = []
+        for i, text, finished in [
+            (0, "1", False),
+            (1, "1", False),
+            (2, "1", True),
+            (0, "2", True),
+            (1, "2", False),
+            (1, "3", True),
+        ]:
+            printer.add(i, text, finished)
+            seen.append(capsys.readouterr().out)
+        assert seen == ["A1", "", "", "2\n\nB1", "2", "3\n\nC1\n"]
+
+    def test_bold_prompts_on_a_terminal(self, monkeypatch):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdout", terminal)
+        StoryPrinter(["A"]).add(0, "b", True)
+        assert terminal.getvalue() == "\033[1mA\033[0mb\n"
+
+
+class TestTrace:
+    def table(self, out):
+        """The rows of the table by column name. Every cell begins where its header does."""
+        header, *lines = out.splitlines()
+        names = header.split()
+        starts = [header.index(name) for name in names] + [None]
+        return [
+            {name: line[starts[i] : starts[i + 1]].strip() for i, name in enumerate(names)}
+            for line in lines
+        ]
+
+    def test_one_row_a_step(self, run, folder):
+        command = ("trace", *PROMPTS[:2], "--max-tokens", "4", "--max-num-batched-tokens", "5")
+        status, out, err = run(*command)
+        assert (status, err) == (0, "")
+        rows = self.table(out)
+        assert [row["step"] for row in rows] == [str(i) for i in range(len(rows))]
+        scheduled = [
+            re.match(r"(\d):(\d+)\+(\d+)", cell)
+            for row in rows
+            for cell in row["scheduled"].split()
+        ]
+        lengths = [len(LLM(folder).tokenizer.encode(prompt)) for prompt in PROMPTS[:2]]
+        for seq_id, length in zip("01", lengths, strict=True):
+            position = 0  # chunk follows chunk, up to the token that nothing comes after
+            for match in scheduled:
+                if match[1] == seq_id:
+                    assert int(match[2]) == position
+                    position += int(match[3])
+            assert position == length + 3
+        assert [row["new"] for row in rows if row["new"]] != []
+        assert " ".join(row["finished"] for row in rows).split() == ["0:length", "1:length"]
+
+    def test_preemption_shows(self, run):
+        status, out, _ = run(
+            "trace", *PROMPTS, "--max-tokens=30", "--block-size=4", "--num-gpu-blocks-override=15"
+        )
+        rows = self.table(out)
+        assert status == 0
+        assert any(row["preempted"] for row in rows) and any(row["resumed"] for row in rows)
+        assert rows[-1]["free"] == "14"
+
+
+BAD_INPUT = [
+    ([], "COMMAND"),
+    (["tell"], "invalid choice: 'tell'"),
+    (["generate"], "no prompt"),
+    (["trace"], "no prompt"),
+    (["generate", ""], "at least one token"),
+    (["trace", ""], "at least one token"),
+    (["generate", "\udcff"], "prompt 1 is not text"),
+    (["generate", "a", "--frobnicate"], "unrecognized arguments: --frobnicate"),
+    (["generate", "a", "--temperature", "-1"], "temperature must be"),
+    (["generate", "a", "--temperature", "hot"], "invalid float value: 'hot'"),
+    (["generate", "a", "--temperature", "nan"], "temperature must be"),
+    (["generate", "a", "--max-tokens", "0"], "max_tokens must be"),
+    (["generate", "a", "--max-tokens", "1.5"], "invalid int value: '1.5'"),
+    (["generate", "a", "--seed", str(2**64)], "seed must be"),
+    (["generate", "a", "--block-size", "0"], "block_size must be"),
+    (["generate", "a", "--num-gpu-blocks-override", "1"], "num_gpu_blocks_override must be"),
+    (["generate", "a", "--max-model-len", "100000"], "max_model_len must be"),
+    (["generate", "a", "--model", "./nowhere"], "./nowhere: no such folder"),
+    (["generate", "a", "--model", "not a hub id"], "not a hub id"),
+    (["generate", "a", "--model", __file__], "test_cli.py"),
+    (["generate", "a", "--model", str(ROOT / "tests")], "config.json"),
+]
+
+
+@pytest.mark.parametrize("argv, message", BAD_INPUT, ids=[" ".join(a)[:40] for a, _ in BAD_INPUT])
+def test_bad_input_is_one_line_and_status_2(run, argv, message):
+    status, out, err = run(*argv)
+    assert status == 2
+    assert err.count("\n") == 1 and err.startswith("tinyvllm") and message in err
+    assert out.strip() in ("", "step  new  resumed  preempted  finished  free  scheduled")
+
+
+def start(*argv, **kwargs):
+    """The command in a process of its own, on the shipped model."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tinyvllm", *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **kwargs,
+    )
+
+
+def test_help_loads_nothing_heavy():
+    for argv in ["'--help'", "'generate', '--help'"]:
+        code = f"""
+import sys
+from tinyvllm.cli import main
+try:
+    main([{argv}])
+except SystemExit as end:
+    print(end.code, *sys.modules)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.startswith("usage: tinyvllm") and done.stderr == ""
+        status, *modules = done.stdout.splitlines()[-1].split()
+        assert status == "0"
+        assert not {"torch", "transformers", "numba", "numpy", "tokenizers"} & set(modules)
+
+
+def test_ctrl_c_ends_cleanly():
+    """A real SIGINT while the story is being told."""
+    process = start("generate", "Once upon a time", "--max-tokens", "1000")
+    assert process.stdout.read(30).startswith(b"Once upon a time")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.decode().strip() == "tinyvllm: interrupted"
+
+
+def test_broken_pipe_ends_cleanly():
+    """As in `tinyvllm generate ... | head -c 30`: the reader goes away."""
+    process = start("generate", "Once upon a time", "--max-tokens", "1000")
+    assert process.stdout.read(30).startswith(b"Once upon a time")
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == b""
+
+
+class TestScripts:
+    def script(self, name, *argv):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / name), *argv], capture_output=True, text=True
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def test_smoke(self):
+        status, out, err = self.script("smoke.py")
+        assert status == 0, out + err
+        assert out.count("\nok ") == 6 and "6 of 6 in" in out.splitlines()[-1]
+
+    def test_run_tiny_model(self, folder, tmp_path, texts):
+        argv = ("--prompt", PROMPTS[0], "--max-new-tokens", "12")
+        status, out, _ = self.script("run_tiny_model.py", "--model", str(folder), *argv)
+        assert (status, out) == (0, texts[0] + "\n")
+
+        from transformers import GPT2LMHeadModel
+
+        model = GPT2LMHeadModel.from_pretrained(folder)
+        model.config.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        (tmp_path / "model.safetensors").write_text("nothing that anybody could read")
+        argv = ("--model", str(tmp_path), "--no-safetensors", *argv)
+        status, out, _ = self.script("run_tiny_model.py", *argv)
+        assert (status, out) == (0, texts[0] + "\n")
+
+    def test_run_tiny_model_with_bad_input(self, folder):
+        status, out, err = self.script(
+            "run_tiny_model.py", "--model", str(folder), "--no-safetensors"
+        )
+        assert (status, out) == (2, "")
+        assert "pytorch_model.bin" in err and err.count("\n") == 1
