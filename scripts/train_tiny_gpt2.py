@@ -1786,7 +1786,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--evidence", type=Path, help="JSON file for the figures")
-    parser.add_argument("--steps", type=int, default=2600, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
     parser.add_argument("--seed", type=int, default=20, help="of weights and stories")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     build(parser.parse_args())
