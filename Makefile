@@ -4,17 +4,17 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BOOK := $(BIN)/jupyter-book build . --toc book/_toc.yml -W -n --keep-going
+BOOK := $(BIN)/jupyter-book build . --toc book/_toc.yml -W -n --keep-going --all
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test book notebooks refresh export clean
 
 demo: .venv/installed
 	$(BIN)/tinyvllm generate --stats \
-	  "Once upon a time there was a brave mouse" \
-	  "In a quiet village by the sea" \
-	  "Once upon a time there was a clever fox" \
-	  "The little robot opened the door and"
+	  "Once upon a time, a brave little mouse named Clara lived" \
+	  "In a small village by the sea lived" \
+	  "Long ago, there lived a clever young fox called Hugo" \
+	  "Nora was a patient girl who lived"
 
 # The notebooks run twice: in tests/test_notebooks_run.py, which holds that a refresh changes nothing
 # and that the exercises' solutions pass, and under nbval, as a reader's own checks would.
@@ -24,7 +24,7 @@ test: .venv/installed-all
 	$(BIN)/python -m book.tools export --check
 	$(BIN)/pytest tests --ignore=tests/pages -n 2 --dist worksteal
 	$(BIN)/pytest --nbval --nbval-current-env --nbval-cell-timeout 120 notebooks -n 2 --dist loadscope
-	$(BOOK) --all
+	$(BOOK)
 	$(BIN)/pytest tests/pages -n 2 --dist worksteal -rs
 
 book: .venv/installed-all
