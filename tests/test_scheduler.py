@@ -168,11 +168,12 @@ def test_nobody_overtakes_the_head(memory):
 
 
 def test_threshold_caps_one_among_several():
-    load = {"long": (20, 1), "short": (4, 1)}
+    load = {"long": (20, 1), "short": (4, 2)}
     assert described(small(long_prefill_token_threshold=4), load) == [
         "long[0:4] short[0:4] | new: long short | sampling: short",
-        "long[4:12]",  # alone, it is not capped
-        "long[12:20] | sampling: long",
+        "long[4:8] short[4:5] | sampling: short",
+        "long[8:16]",  # alone, it is not capped
+        "long[16:20] | sampling: long",
     ]
 
 
@@ -199,6 +200,19 @@ def test_max_model_len_is_never_exceeded():
     for _ in checked(scheduler):
         pass
     assert seq.num_tokens == 12 and seq.finish_reason == "length"
+
+
+def test_who_cannot_go_on_is_skipped_and_does_not_stop_the_others():
+    """The engine refuses such a prompt; the scheduler alone must neither spin nor plan nothing."""
+    scheduler = small(max_model_len=8)
+    steps = run(scheduler, {"long": (12, 1), "a": (2, 2)})
+    assert [describe(plan) for plan in itertools.islice(steps, 3)] == [
+        "long[0:8] | new: long",
+        "a[0:2] | new: a | sampling: a",
+        "a[2:3] | sampling: a",
+    ]
+    with pytest.raises(RuntimeError, match="long is running: prefill, 8 of 12 tokens"):
+        next(steps)
 
 
 def test_a_cached_prefix_is_not_computed_again():
