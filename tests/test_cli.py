@@ -259,7 +259,7 @@ def test_ctrl_c_ends_cleanly():
     process = start("generate", "Once upon a time", "--max-tokens", "1000")
     assert process.stdout.read(30).startswith(b"Once upon a time")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.decode().strip() == "tinyvllm: interrupted"
 
@@ -269,7 +269,7 @@ def test_broken_pipe_ends_cleanly():
     process = start("generate", "Once upon a time", "--max-tokens", "1000")
     assert process.stdout.read(30).startswith(b"Once upon a time")
     process.stdout.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=120) == 141
     assert process.stderr.read() == b""
 
 

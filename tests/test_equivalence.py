@@ -38,7 +38,11 @@ SETTINGS = {
     "one-at-a-time": {"max_num_seqs": 1},
     "no-chunks": {"enable_chunked_prefill": False, "max_num_seqs": 2},
     "priority": {"scheduling_policy": "priority", "max_num_seqs": 3},
-    "long-prefill-threshold": {"long_prefill_token_threshold": 3},
+    "long-prefill-threshold": {
+        "long_prefill_token_threshold": 3,
+        "block_size": 2,
+        "num_gpu_blocks_override": 200,
+    },
     "tight": {"block_size": 4, "num_gpu_blocks_override": 18},
     "tight-no-caching": {
         "block_size": 4,
@@ -345,7 +349,7 @@ def test_one_request_alone_or_among_64(model_of, name):
     params = SamplingParams(temperature=0, max_tokens=10)
     requests = [Request(str(i), ids(1 + i % 40, seed=i), params) for i in range(64)]
     together = run(make_engine(model, num_gpu_blocks_override=300), requests)
-    for request in requests[::7]:
+    for request in requests[::16]:
         alone = run(make_engine(model), [request])
         assert alone[request.request_id] == together[request.request_id]
 

@@ -21,7 +21,7 @@ from tinyvllm.scheduler import Scheduler, SchedulerOutput
 from tinyvllm.sequence import Sequence
 
 
-class ModelRunner(Protocol):
+class Runner(Protocol):
     """What the engine asks of a model: tensors in, tokens out, no policy.
 
     Attributes:
@@ -128,7 +128,7 @@ class Engine:
         num_steps: steps so far.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, eos_token_id: int | None = None):
+    def __init__(self, config: EngineConfig, runner: Runner, eos_token_id: int | None = None):
         self.config = config.resolve(runner.max_model_len)
         self.runner = runner
         self.kv = KVCacheManager(

@@ -122,9 +122,9 @@ class LLM:
         **engine_args,
     ):
         config = EngineConfig(model=None if model is None else str(model), **engine_args)
-        self.tokenizer = Tokenizer.from_pretrained(model if tokenizer is None else tokenizer)
         runner = ModelRunner(config)
         self.engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
+        self.tokenizer = Tokenizer.from_pretrained(model if tokenizer is None else tokenizer)
         self.request_counter = itertools.count()
         self.inboxes: dict[str, dict[str, GenerationOutput]] = {}
 
