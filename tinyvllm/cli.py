@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     trace.set_defaults(run=run_trace)
 
-    for command, max_tokens, temperature in [(generate, 200, 0.8), (trace, 16, 0.0)]:
+    for command, max_tokens, temperature in [(generate, 400, 0.5), (trace, 16, 0.0)]:
         command.add_argument(
             "prompts", nargs="*", metavar="PROMPT", help="default: the lines of standard input"
         )
