@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import tinyvllm
 
+ROOT = Path(__file__).parents[1]
 HEAVY = ["torch", "transformers", "numba", "triton", "tokenizers", "huggingface_hub"]
 
 BLOCK = f"""
@@ -25,10 +27,10 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, cwd: Path | None = None) -> str:
     """Run code in a fresh interpreter and return what it prints; an error there is one here."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=cwd
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -99,3 +101,18 @@ def test_control_plane_runs_with_torch_blocked():
     """
     printed = run_python(BLOCK + textwrap.dedent(code))
     assert printed == "torch is blocked\n['0', '1', '2', '3'] True"
+
+
+def test_control_plane_tests_run_with_torch_blocked():
+    """The tests of chapters 01 to 07 themselves; the long random ones are only loaded."""
+    code = """
+    import pytest
+
+    names = ["request", "sequence", "config", "scheduler", "replay"]
+    files = [f"tests/test_{name}.py" for name in names]
+    ran = pytest.main(["-q", "-p", "no:cacheprovider", *files])
+    loaded = pytest.main(["-q", "--collect-only", "tests/test_control_plane_properties.py"])
+    print(int(ran), int(loaded), "torch" in sys.modules)
+    """
+    printed = run_python(BLOCK + textwrap.dedent(code), cwd=ROOT)
+    assert printed.splitlines()[-1] == "0 0 False", printed
