@@ -38,41 +38,42 @@ def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
 def text_token_ids(completion: CompletionOutput, start: int = 0) -> list[int]:
     """The ids from `start` on that become text: all but a token that ended the sequence.
 
-    The end-of-sequence token, or a stop token, stays in `token_ids` and out of `text`, as in vLLM.
+    The end-of-sequence token, or a stop token, stays in `token_ids` and out of `text`, as in
+    vLLM.
     """
     stop = -1 if completion.finish_reason == "stop" else None
     return completion.token_ids[start:stop]
 
 
 class DeltaStream:
-    """Turns the growing output of one request into pieces, each holding only what is new."""
+    """Turns the growing output of one request into pieces that hold only what is new."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
         self.detokenize = params.detokenize
-        self.detokenizers = [
-            IncrementalDetokenizer(tokenizer, params.skip_special_tokens) for _ in range(params.n)
-        ]
-        self.seen = [(0, None)] * params.n  # per continuation: tokens given out, finish reason
+        skip = params.skip_special_tokens
+        self.detokenizers = [IncrementalDetokenizer(tokenizer, skip) for _ in range(params.n)]
+        # Per continuation, what was given out: the number of tokens, and the finish reason.
+        self.seen = [(0, None)] * params.n
 
     def delta(self, output: GenerationOutput) -> GenerationOutput:
-        """What `output` holds beyond the last call; continuations without news are left out."""
-        pieces = [
-            self.completion_delta(completion)
-            for completion in output.outputs
-            if (len(completion.token_ids), completion.finish_reason) != self.seen[completion.index]
-        ]
+        """What `output` holds beyond the last call, without continuations that have no news."""
+        pieces = []
+        for completion in output.outputs:
+            state = (len(completion.token_ids), completion.finish_reason)
+            if state != self.seen[completion.index]:
+                pieces.append(self.completion_delta(completion))
+                self.seen[completion.index] = state
         return dataclasses.replace(output, outputs=pieces)
 
     def completion_delta(self, completion: CompletionOutput) -> CompletionOutput:
         """The new tokens of one continuation, and the text that they complete."""
-        i = completion.index
-        start, _ = self.seen[i]
-        self.seen[i] = (len(completion.token_ids), completion.finish_reason)
-        text = ""
+        start, _ = self.seen[completion.index]
+        text, new_ids = "", completion.token_ids[start:]
         if self.detokenize:
             ids = text_token_ids(completion, start)
-            text = self.detokenizers[i].decode(ids, final=completion.finished)
-        return dataclasses.replace(completion, text=text, token_ids=completion.token_ids[start:])
+            detokenizer = self.detokenizers[completion.index]
+            text = detokenizer.decode(ids, final=completion.finished)
+        return dataclasses.replace(completion, text=text, token_ids=new_ids)
 
 
 @contextmanager
@@ -124,7 +125,7 @@ class LLM:
         config = EngineConfig(model=None if model is None else str(model), **engine_args)
         runner = ModelRunner(config)
         self.engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
-        self.tokenizer = Tokenizer.from_pretrained(model if tokenizer is None else tokenizer)
+        self.tokenizer = Tokenizer.from_pretrained(tokenizer or model)
         self.request_counter = itertools.count()
         self.inboxes: dict[str, dict[str, GenerationOutput]] = {}
 
@@ -164,15 +165,15 @@ class LLM:
                 raise ValueError(f"prompts[{i}]: {error}") from error
         if not is_token_ids(token_ids):
             raise TypeError(
-                f"prompts[{i}] must be a string, a list of token ids, or a dict with 'prompt' or "
-                f"'prompt_token_ids', got {prompt!r:.80}"
+                f"prompts[{i}] must be a string, a list of token ids, or a dict with "
+                f"'prompt' or 'prompt_token_ids', got {prompt!r:.80}"
             )
         return text, [int(token_id) for token_id in token_ids]
 
     def run(self, requests: list[Request]) -> Iterator[GenerationOutput]:
         """Step the engine until the requests are finished; yields the outputs that grew.
 
-        Whatever ends this generator early (`close`, an exception, Ctrl-C) aborts what is left.
+        Whatever ends it early (`close`, an exception, Ctrl-C) aborts what is left.
         """
         inbox: dict[str, GenerationOutput] = {}
         unfinished = {request.request_id for request in requests}
@@ -197,7 +198,7 @@ class LLM:
                     del self.inboxes[request.request_id]
 
     def step(self):
-        """One step of the engine; every output that grew goes to the call that waits for it."""
+        """One step of the engine; each output that grew goes to the call that waits for it."""
         with uninterrupted():
             for output in self.engine.step():
                 if output.request_id in self.inboxes:
@@ -205,7 +206,10 @@ class LLM:
 
     def deltas(self, requests: list[Request]) -> Iterator[GenerationOutput]:
         """Yield what each step adds to the requests."""
-        streams = {r.request_id: DeltaStream(self.tokenizer, r.sampling_params) for r in requests}
+        streams = {
+            request.request_id: DeltaStream(self.tokenizer, request.sampling_params)
+            for request in requests
+        }
         with closing(self.run(requests)) as outputs:
             for output in outputs:
                 yield streams[output.request_id].delta(output)
@@ -215,10 +219,11 @@ class LLM:
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
     ) -> Iterator[GenerationOutput]:
-        """Continue every prompt, yielding outputs that hold only what is new: text and token ids.
+        """Continue every prompt; yields outputs that hold only new text and token ids.
 
-        The pieces of a request add up to its output from `generate`. Leaving the loop early aborts
-        the requests that are not finished. Streams may be interleaved; each step serves them all.
+        The pieces of a request add up to its output from `generate`. Leaving the loop early
+        aborts the requests that are not finished. Streams may be interleaved; each step
+        serves them all.
         """
         return self.deltas(self.make_requests(prompts, sampling_params))
 
@@ -230,9 +235,9 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Continue every prompt to its end; the outputs come in the order of the prompts.
 
-        `sampling_params` is one for all prompts or a list with one for each. A prompt that cannot
-        be served (empty, too long, an id out of range) has an output with `error` set; the others
-        are not affected.
+        `sampling_params` is one for all prompts or a list with one for each. A prompt that
+        cannot be served (empty, too long, an id out of range) has an output with `error` set;
+        the others are not affected.
         """
         requests = self.make_requests(prompts, sampling_params)
         finished = {}

@@ -17,9 +17,9 @@ from tinyvllm.gpt2 import ModelLoadError, find_model
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's table of bytes: 256 printable characters, each standing for one byte.
 
-    A byte with a visible Latin-1 character stands for itself. The other 68 (control characters, the
-    space, ...) take the characters from U+0100 on, in order, which is why a space is written "Ġ".
-    From the GPT-2 release (Radford et al., 2019).
+    A byte with a visible Latin-1 character stands for itself. The other 68 (control
+    characters, the space, ...) take the characters from U+0100 on, in order, which is why a
+    space is written "Ġ". From the GPT-2 release (Radford et al., 2019).
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in visible]
@@ -42,7 +42,8 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
 
     Raises ModelLoadError naming the files that are missing, or the one that does not parse.
     """
-    full, vocab, merges = folder / "tokenizer.json", folder / "vocab.json", folder / "merges.txt"
+    names = ("tokenizer.json", "vocab.json", "merges.txt")
+    full, vocab, merges = (folder / name for name in names)
     missing = [file.name for file in (full, vocab, merges) if not file.is_file()]
     file = full if full.is_file() else vocab
     try:
@@ -62,7 +63,7 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def eos_token_of(folder: Path) -> str:
-    """The text of the end-of-sequence token: `tokenizer_config.json` may name another one."""
+    """The text of the end-of-sequence token; `tokenizer_config.json` may name another."""
     path = folder / "tokenizer_config.json"
     eos_token = None
     if path.is_file():
@@ -78,9 +79,9 @@ def eos_token_of(folder: Path) -> str:
 class Tokenizer:
     """Text to token ids and back, for the byte-level BPE vocabularies of GPT-2's family.
 
-    Splitting text is the work of the `tokenizers` library. The way back is ours: a token is a run
-    of bytes, so a table of bytes and a UTF-8 decoder are all it takes, and both can be fed one
-    token at a time (`IncrementalDetokenizer`).
+    Splitting text is the work of the `tokenizers` library. The way back is ours: a token is
+    a run of bytes, so a table of bytes and a UTF-8 decoder are all it takes, and both can be
+    fed one token at a time (`IncrementalDetokenizer`).
 
     Attributes:
         backend: the library's tokenizer.
@@ -96,7 +97,7 @@ class Tokenizer:
                 "tokenizer: the decoder must be ByteLevel (the byte-level BPE of GPT-2), "
                 f"got {type(backend.decoder).__name__}"
             )
-        backend.no_truncation()  # a limit saved in the file would cut prompts without a word
+        backend.no_truncation()  # a saved limit would cut prompts without a word
         backend.no_padding()
         if backend.token_to_id(eos_token) is not None:
             backend.add_special_tokens([eos_token])
@@ -108,7 +109,7 @@ class Tokenizer:
         self.vocab_size = max(self.bytes_of, default=-1) + 1
         self.eos_token_id = vocab.get(eos_token)
         added = backend.get_added_tokens_decoder()
-        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_token_ids = frozenset(i for i, entry in added.items() if entry.special)
 
     @classmethod
     def from_pretrained(cls, path: str | Path | None = None) -> "Tokenizer":
@@ -140,11 +141,11 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Decodes the tokens of one sequence as they come.
 
-    What it has returned never changes: a character is held back until its last byte is there, and
-    U+FFFD appears only once no further byte could complete the character. The pieces add up to
-    `Tokenizer.decode` of all tokens, at a constant cost per token. vLLM, which serves every kind of
-    vocabulary, decodes a short window of tokens anew in each step instead
-    (`vllm/v1/engine/detokenizer.py`).
+    What it has returned never changes: a character is held back until its last byte is
+    there, and U+FFFD appears only once no further byte could complete the character. The
+    pieces add up to `Tokenizer.decode` of all tokens, at a constant cost per token. vLLM,
+    which serves every kind of vocabulary, decodes a short window of tokens anew in each step
+    instead (`vllm/v1/engine/detokenizer.py`).
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
