@@ -252,8 +252,7 @@ class Scheduler:
             seq.append(token_id)
             if seq.check_stop(self.eos_token_id, self.config.max_model_len):
                 finished.append(seq)
-        for seq in finished:
-            self._forget(seq)
+        self._forget(finished)
         return finished
 
     def abort(self, seq_id: str) -> Sequence | None:
@@ -263,14 +262,15 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 self.waiting.remove(seq)
             seq.status = SequenceStatus.FINISHED_ABORTED
-            self._forget(seq)
+            self._forget([seq])
         return seq
 
-    def _forget(self, seq: Sequence):
-        del self.sequences[seq.seq_id]
-        self.kv.free(seq)
-        if seq in self.running:
-            self.running.remove(seq)
+    def _forget(self, finished: list[Sequence]):
+        for seq in finished:
+            del self.sequences[seq.seq_id]
+            self.kv.free(seq)
+        if finished:  # one pass over all, however many leave together
+            self.running = [seq for seq in self.running if not seq.status.finished]
 
     def explain(self, seq_id: str) -> str:
         """Say in one sentence where a sequence is, and what it waits for.
