@@ -12,6 +12,7 @@ from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, ch
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
 SCHEDULING_POLICIES = ("fcfs", "priority")
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  #: "fcfs" or "priority"
     long_prefill_token_threshold: int = 0  #: most tokens a step of one among several; 0: no cap
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
+    logprobs_mode: str = "raw_logprobs"  #: before or, "processed_logprobs", after sampling params
 
     def __post_init__(self):
         self._check_fields()
@@ -58,6 +60,7 @@ class EngineConfig:
             check_integer(name, getattr(self, name), 1)
         check_real("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)

@@ -14,9 +14,16 @@ from typing import Protocol
 import numpy as np
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput, flatten
+from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput, TokenLogprobs, flatten
 from tinyvllm.kv_cache import KVCacheManager
-from tinyvllm.request import INT64_MAX, INT64_MIN, CompletionOutput, GenerationOutput, Request
+from tinyvllm.request import (
+    INT64_MAX,
+    INT64_MIN,
+    CompletionOutput,
+    GenerationOutput,
+    Logprob,
+    Request,
+)
 from tinyvllm.scheduler import Scheduler, SchedulerOutput
 from tinyvllm.sequence import Sequence
 
@@ -43,7 +50,8 @@ class MockModelRunner:
 
     It is honest about memory. Every token and its position is stored by `slot_mapping`, and
     the context is read back through `block_table` alone, so a wrong slot, table or position,
-    or a block that is shared by mistake, changes the answer.
+    or a block that is shared by mistake, changes the answer. It is always sure: it knows no
+    probabilities but 1.
 
     Args:
         vocab_size: ids are drawn from 0 to vocab_size - 1.
@@ -79,7 +87,15 @@ class MockModelRunner:
         for row in np.searchsorted(batch.query_start_loc, batch.logits_indices, "right") - 1:
             context = self.slots[batch.block_table[row]].reshape(-1, 2)[: batch.seq_lens[row]]
             sampled.append(self._answer(context))
-        return ModelRunnerOutput(sampled)
+        reported = np.array(sampled, np.int64)[batch.sampling.logprob_rows]
+        return ModelRunnerOutput(
+            sampled, self._certain(reported), self._certain(batch.prompt_targets)
+        )
+
+    def _certain(self, token_ids: np.ndarray) -> TokenLogprobs:
+        """Each token with probability 1."""
+        ones = np.ones(len(token_ids), np.int64)
+        return TokenLogprobs(token_ids[:, None], np.zeros((len(ones), 1), np.float32), ones)
 
 
 @dataclass(frozen=True)
@@ -157,7 +173,32 @@ class Engine:
                 f"prompt_token_ids must hold at most {max_model_len - 1} tokens "
                 f"(max_model_len {max_model_len} less one to generate), got {len(prompt)}"
             )
-        return self._memory_refusal(len(prompt), request.sampling_params.max_tokens)
+        params = request.sampling_params
+        return self._wish_refusal(request) or self._memory_refusal(len(prompt), params.max_tokens)
+
+    def _wish_refusal(self, request: Request) -> str | None:
+        """Why no token could be chosen as the request wishes; None if one can."""
+        params, bad_words = request.sampling_params, request.bad_words_token_ids
+        if params.bad_words and bad_words is None:
+            return f"bad_words need a tokenizer, which the engine has not, got {params.bad_words!r}"
+        bad_words = bad_words or []
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+            ("allowed_token_ids", params.allowed_token_ids or []),
+            ("bad_words", [token_id for word in bad_words for token_id in word]),
+        ):
+            unknown = [i for i in token_ids if not 0 <= i < self.runner.vocab_size]
+            if unknown:
+                largest = self.runner.vocab_size - 1
+                return f"{name} must hold token ids from 0 to {largest}, got {unknown[0]}"
+        allowed = params.allowed_token_ids or range(self.runner.vocab_size)
+        banned = {word[0] for word in bad_words if len(word) == 1}
+        if params.min_tokens:
+            banned |= {*params.stop_token_ids, self.scheduler.eos_token_id}
+        if banned.issuperset(allowed):
+            return "allowed_token_ids, bad_words and min_tokens leave no token to generate"
+        return None
 
     def _memory_refusal(self, num_prompt: int, max_tokens: int | None) -> str | None:
         """Why a request could outgrow the whole KV cache; None if it cannot."""
@@ -195,6 +236,11 @@ class Engine:
         if seed is None:
             seed = self._seeds.randint(INT64_MIN, INT64_MAX)
         output.outputs = [CompletionOutput(index) for index in range(params.n)]
+        if params.logprobs is not None:
+            for completion in output.outputs:
+                completion.logprobs, completion.cumulative_logprob = [], 0.0
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]  # nothing predicts the first token
         self._outputs[request_id], self._sequences[request_id] = output, []
         for index, seq_id in enumerate(ids):
             seq = Sequence(seq_id, request, index, self._num_arrived, as_int64(seed + index))
@@ -218,29 +264,30 @@ class Engine:
     def _advance(self) -> list[GenerationOutput]:
         """Plan, execute, update: one step of everything that is alive."""
         plan = self.scheduler.schedule()
-        token_ids = self._execute(plan)
+        out = self._execute(plan)
         # A sequence may have been aborted while the model ran; its token is dropped.
         sampled = [
             (seq, token_id)
-            for seq, token_id in zip(plan.sampling, token_ids, strict=True)
+            for seq, token_id in zip(plan.sampling, out.sampled_token_ids, strict=True)
             if not seq.status.finished
         ]
         # The tables as the model saw them: `update` takes away those of finished sequences.
         block_ids = {}
         if self.observers:
             block_ids = {seq.seq_id: self.kv.block_ids(seq) for seq, _, _ in plan.scheduled}
-        finished = self.scheduler.update(plan, token_ids)
+        self._record_logprobs(plan, out)
+        finished = self.scheduler.update(plan, out.sampled_token_ids)
         changed = self._record(sampled, finished)
         self._notify(plan, sampled, finished, block_ids)
         self.num_steps += 1
         return changed
 
-    def _execute(self, plan: SchedulerOutput) -> list[int]:
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run the model over the plan; one token for each sequence in `plan.sampling`."""
         if not plan.scheduled:  # under priority a step may do nothing but preempt
-            return []
+            return ModelRunnerOutput([])
         try:
-            return self.runner.execute(flatten(plan, self.kv)).sampled_token_ids
+            return self.runner.execute(flatten(plan, self.kv, self.scheduler.eos_token_id))
         except BaseException:  # an interrupt too: no block may promise what it does not hold
             self.scheduler.rollback(plan)
             raise
@@ -269,6 +316,27 @@ class Engine:
     def _forget(self, request_id: str):
         del self._outputs[request_id]
         del self._sequences[request_id]
+
+    def _record_logprobs(self, plan: SchedulerOutput, out: ModelRunnerOutput):
+        """Write the log-probabilities of sampled and of prompt tokens into the outputs."""
+        reporting = [seq for seq in plan.sampling if seq.params.logprobs is not None]
+        for row, seq in enumerate(reporting):
+            if not seq.status.finished:
+                completion = self._outputs[seq.request.request_id].outputs[seq.index]
+                entries = logprob_dict(out.logprobs, row, seq.params.logprobs)
+                completion.logprobs.append(entries)
+                completion.cumulative_logprob += float(out.logprobs.logprobs[row, 0])
+        row = 0
+        for seq, start, num in plan.scheduled:
+            if seq.skip_reading_prefix_cache:
+                for position in range(start + 1, min(start + num + 1, seq.num_prompt_tokens)):
+                    self._record_prompt_logprob(seq, position, out.prompt_logprobs, row)
+                    row += 1
+
+    def _record_prompt_logprob(self, seq: Sequence, position: int, scores: TokenLogprobs, row: int):
+        output = self._outputs.get(seq.request.request_id)
+        if not seq.status.finished and position == len(output.prompt_logprobs):
+            output.prompt_logprobs.append(logprob_dict(scores, row, seq.params.prompt_logprobs))
 
     def _notify(
         self,
@@ -315,6 +383,20 @@ class Engine:
         self._forget(request_id)
         return output
 
+    def stop(self, output: GenerationOutput, index: int, stop_reason: str):
+        """End one continuation because of its text, which holds the stop string `stop_reason`.
+
+        That is its finish reason even if the token that completed the string has also ended it
+        for another. In vLLM, too, the front end finds stop strings.
+        """
+        completion = output.outputs[index]
+        completion.finish_reason, completion.stop_reason = "stop", stop_reason
+        if self._outputs.get(output.request_id) is output:
+            self.scheduler.abort(self._sequences[output.request_id][index].seq_id)
+            output.finished = all(completion.finished for completion in output.outputs)
+            if output.finished:
+                self._forget(output.request_id)
+
     def explain(self, request_id: str) -> str:
         """Say where a request is and what it waits for, a line for each live sequence.
 
@@ -335,3 +417,13 @@ class Engine:
 def as_int64(number: int) -> int:
     """Wrap around like a 64-bit integer: after the largest seed comes the smallest."""
     return (number - INT64_MIN) % 2**64 + INT64_MIN
+
+
+def logprob_dict(scores: TokenLogprobs, row: int, num_logprobs: int) -> dict[int, Logprob]:
+    """The token at this place and the `num_logprobs` likeliest (-1: all), by token id."""
+    ids, logprobs = scores.token_ids[row].tolist(), scores.logprobs[row].tolist()
+    end = len(ids) if num_logprobs == -1 else 1 + num_logprobs
+    entries = {ids[0]: Logprob(logprobs[0], int(scores.ranks[row]))}
+    for rank in range(1, end):
+        entries.setdefault(ids[rank], Logprob(logprobs[rank], rank))
+    return entries

@@ -10,15 +10,54 @@ import numpy as np
 from tinyvllm.block_pool import NULL_BLOCK_ID
 from tinyvllm.kv_cache import KVCacheManager
 from tinyvllm.scheduler import SchedulerOutput
+from tinyvllm.sequence import Sequence
+
+
+@dataclass
+class SamplingBatch:
+    """How each of the R sampled rows becomes a token; vLLM: v1/sample/metadata.py.
+
+    Attributes:
+        temperatures: float32 [R], 0 means greedy.
+        top_ks: int64 [R], 0 means all tokens.
+        top_ps, min_ps: float32 [R], 1 and 0 mean all tokens.
+        seeds: int64 [R], what the row's draw is a function of.
+        output_indices: int64 [R], the index of the output token that is drawn.
+        allowed: (row, ids int64) for each row that may take these ids only.
+        forbidden: int64 [F, 2], (row, token id): what cannot be drawn now.
+        biased: int64 [B, 2], (row, token id), and biases: float32 [B], added to the logits.
+        penalized: int64 [P], rows with penalties, and penalties: float32 [P, 3], each row's
+            repetition, frequency and presence penalty.
+        history: int64 [H, 3], the tokens of those rows: (index into `penalized`, token id,
+            1 if generated or 0 if of the prompt).
+        logprob_rows: int64 [L], rows that report log-probabilities.
+        num_logprobs: how many of the likeliest tokens they report; -1 means all.
+    """
+
+    temperatures: np.ndarray
+    top_ks: np.ndarray
+    top_ps: np.ndarray
+    min_ps: np.ndarray
+    seeds: np.ndarray
+    output_indices: np.ndarray
+    allowed: list[tuple[int, np.ndarray]]
+    forbidden: np.ndarray
+    biased: np.ndarray
+    biases: np.ndarray
+    penalized: np.ndarray
+    penalties: np.ndarray
+    history: np.ndarray
+    logprob_rows: np.ndarray
+    num_logprobs: int
 
 
 @dataclass
 class ExecutionBatch:
     """All that crosses from policy to tensors in a step; arrays only, no sequences.
 
-    Shapes: T tokens are scheduled for S sequences, and R rows of logits are sampled. The
-    tokens of sequence s lie at `query_start_loc[s]` to `query_start_loc[s + 1] - 1`.
-    Names follow vllm/v1/worker/gpu_model_runner.py.
+    Shapes: T tokens are scheduled for S sequences, R rows of logits are sampled, and Q rows
+    score a token of their prompt. The tokens of sequence s lie at `query_start_loc[s]` to
+    `query_start_loc[s + 1] - 1`. Names follow vllm/v1/worker/gpu_model_runner.py.
 
     Attributes:
         input_ids: int64 [T], the scheduled tokens of all sequences, laid end to end.
@@ -28,9 +67,10 @@ class ExecutionBatch:
         block_table: int32 [S, most blocks of a sequence], padded with the null block.
         slot_mapping: int64 [T], where a token's keys and values go (block * size + offset).
         logits_indices: int64 [R], the rows of T whose logits are sampled.
-        temperatures: float32 [R], 0 means greedy.
-        seeds: int64 [R], what the row's draw is a function of.
-        output_indices: int64 [R], the index of the output token that is drawn.
+        sampling: how those rows become tokens.
+        prompt_logits_indices: int64 [Q], the rows of T that score a prompt token.
+        prompt_targets: int64 [Q], the prompt tokens that they score.
+        num_prompt_logprobs: how many of the likeliest tokens they report; -1 means all.
     """
 
     input_ids: np.ndarray
@@ -40,9 +80,10 @@ class ExecutionBatch:
     block_table: np.ndarray
     slot_mapping: np.ndarray
     logits_indices: np.ndarray
-    temperatures: np.ndarray
-    seeds: np.ndarray
-    output_indices: np.ndarray
+    sampling: SamplingBatch
+    prompt_logits_indices: np.ndarray
+    prompt_targets: np.ndarray
+    num_prompt_logprobs: int
 
     def check_invariants(self, block_size: int):
         """Raise an AssertionError that names the first broken rule."""
@@ -61,10 +102,33 @@ class ExecutionBatch:
 
 
 @dataclass
+class TokenLogprobs:
+    """Log-probabilities at N places: of the token there, and of the k likeliest tokens.
+
+    Attributes:
+        token_ids: int64 [N, 1 + k], the token there, then the likeliest, best first.
+        logprobs: float32 [N, 1 + k], theirs.
+        ranks: int64 [N], rank of the token there; 1 is the likeliest.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+@dataclass
 class ModelRunnerOutput:
-    """What comes back across the seam: R sampled ids, in the order of `logits_indices`."""
+    """What comes back across the seam.
+
+    Attributes:
+        sampled_token_ids: R ids, in the order of `logits_indices`.
+        logprobs: for `sampling.logprob_rows`; None if there are none.
+        prompt_logprobs: for `prompt_logits_indices`; None if there are none.
+    """
 
     sampled_token_ids: list[int]
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 def token_positions(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +155,93 @@ def token_slots(
     return blocks * block_size + positions % block_size
 
 
-def flatten(plan: SchedulerOutput, kv: KVCacheManager) -> ExecutionBatch:
+def forbidden_now(seq: Sequence, eos_token_id: int | None) -> set[int]:
+    """Token ids that `seq` cannot take next."""
+    forbidden, generated = set(), seq.output_token_ids
+    if len(generated) < seq.params.min_tokens:
+        forbidden.update(seq.params.stop_token_ids)
+        if eos_token_id is not None:
+            forbidden.add(eos_token_id)
+    for *beginning, last in seq.request.bad_words_token_ids or ():
+        if generated[len(generated) - len(beginning) :] == beginning:
+            forbidden.add(last)
+    return forbidden
+
+
+def token_history(sequences: list[Sequence]) -> np.ndarray:
+    """Every token of the sequences, int64 [H, 3]: (index of the sequence, token id, generated)."""
+    parts = []
+    for index, seq in enumerate(sequences):
+        part = np.empty((seq.num_tokens, 3), np.int64)
+        part[:, 0], part[:, 1] = index, seq.token_ids
+        part[:, 2] = np.arange(seq.num_tokens) >= seq.num_prompt_tokens
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+
+
+def pairs(items: list[tuple[int, int]]) -> np.ndarray:
+    """(row, token id) pairs as int64 [len(items), 2]."""
+    return np.array(items, np.int64).reshape(-1, 2)
+
+
+def sampling_batch(sequences: list[Sequence], eos_token_id: int | None) -> SamplingBatch:
+    """How the sequences that get a token in this step, one a row, choose it."""
+    params = [seq.params for seq in sequences]
+    allowed, forbidden, biased, penalized = [], [], {}, []
+    for row, seq in enumerate(sequences):
+        if seq.edits_logits:
+            if seq.params.allowed_token_ids is not None:
+                allowed.append((row, np.array(seq.params.allowed_token_ids, np.int64)))
+            forbidden += [(row, token_id) for token_id in forbidden_now(seq, eos_token_id)]
+            biased |= {(row, token_id): bias for token_id, bias in seq.params.logit_bias.items()}
+            if seq.params.penalizes:
+                penalized.append(row)
+    penalties = [
+        (
+            params[row].repetition_penalty,
+            params[row].frequency_penalty,
+            params[row].presence_penalty,
+        )
+        for row in penalized
+    ]
+    reporting = [row for row, p in enumerate(params) if p.logprobs is not None]
+    counts = [params[row].logprobs for row in reporting]
+    return SamplingBatch(
+        temperatures=np.array([p.temperature for p in params], np.float32),
+        top_ks=np.array([max(p.top_k, 0) for p in params], np.int64),
+        top_ps=np.array([p.top_p for p in params], np.float32),
+        min_ps=np.array([p.min_p for p in params], np.float32),
+        seeds=np.array([seq.seed for seq in sequences], np.int64),
+        output_indices=np.array([seq.num_output_tokens for seq in sequences], np.int64),
+        allowed=allowed,
+        forbidden=pairs(forbidden),
+        biased=pairs(list(biased)),
+        biases=np.array(list(biased.values()), np.float32),
+        penalized=np.array(penalized, np.int64),
+        penalties=np.array(penalties, np.float32).reshape(-1, 3),
+        history=token_history([sequences[row] for row in penalized]),
+        logprob_rows=np.array(reporting, np.int64),
+        num_logprobs=-1 if -1 in counts else max(counts, default=0),
+    )
+
+
+def prompt_scores(plan: SchedulerOutput, query_start_loc: np.ndarray):
+    """The rows of T that score a prompt token, the tokens they score (both int64 [Q]), and how
+    many of the likeliest tokens to report."""
+    indices, targets, counts = [], [], []
+    for (seq, start, num), first in zip(plan.scheduled, query_start_loc.tolist()[:-1], strict=True):
+        if seq.skip_reading_prefix_cache:
+            scored = seq.token_ids[start + 1 : min(start + num + 1, seq.num_prompt_tokens)]
+            indices += range(first, first + len(scored))
+            targets += scored
+            counts.append(seq.params.prompt_logprobs)
+    most = -1 if -1 in counts else max(counts, default=0)
+    return np.array(indices, np.int64), np.array(targets, np.int64), most
+
+
+def flatten(
+    plan: SchedulerOutput, kv: KVCacheManager, eos_token_id: int | None = None
+) -> ExecutionBatch:
     """Lay a plan out as flat arrays; at least one sequence is scheduled, `kv` has its table."""
     sequences, starts, lengths = zip(*plan.scheduled, strict=True)
     starts, lengths = np.array(starts, np.int64), np.array(lengths, np.int64)
@@ -101,6 +251,9 @@ def flatten(plan: SchedulerOutput, kv: KVCacheManager) -> ExecutionBatch:
     input_ids = [token for seq, i, num in plan.scheduled for token in seq.token_ids[i : i + num]]
     block_table = pad_block_tables([kv.block_ids(seq) for seq in sequences])
     samples = ends == [seq.num_tokens for seq in sequences]
+    prompt_logits_indices, prompt_targets, num_prompt_logprobs = prompt_scores(
+        plan, query_start_loc
+    )
     return ExecutionBatch(
         input_ids=np.array(input_ids, np.int64),
         positions=positions,
@@ -109,7 +262,8 @@ def flatten(plan: SchedulerOutput, kv: KVCacheManager) -> ExecutionBatch:
         block_table=block_table,
         slot_mapping=token_slots(block_table, rows, positions, kv.block_size),
         logits_indices=query_start_loc[1:][samples] - 1,
-        temperatures=np.array([seq.params.temperature for seq in plan.sampling], np.float32),
-        seeds=np.array([seq.seed for seq in plan.sampling], np.int64),
-        output_indices=np.array([seq.num_output_tokens for seq in plan.sampling], np.int64),
+        sampling=sampling_batch(plan.sampling, eos_token_id),
+        prompt_logits_indices=prompt_logits_indices,
+        prompt_targets=prompt_targets,
+        num_prompt_logprobs=num_prompt_logprobs,
     )

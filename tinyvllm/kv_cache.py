@@ -98,11 +98,13 @@ class KVCacheManager:
         """Find the longest cached prefix: its blocks, and how many tokens they hold.
 
         Only whole blocks count, and at most `num_tokens - 1` tokens: the last token is always
-        recomputed, because its logits are needed. Nothing changes but the hash chain.
+        recomputed, because its logits are needed. A sequence that reports on its prompt finds
+        nothing, since it must compute it. Nothing changes but the hash chain.
         """
         hits: list[Block] = []
         if self.enable_caching:
             self._hash_full_blocks(seq)
+        if self.enable_caching and not seq.skip_reading_prefix_cache:
             for index in range((seq.num_tokens - 1) // self.block_size):
                 block = self.pool.lookup(seq.block_hashes[index])
                 # The tokens differ only if two contents share a hash: then it is a miss.

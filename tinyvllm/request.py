@@ -3,6 +3,7 @@
 Built, step by step, in notebooks/01_request.ipynb.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
@@ -10,6 +11,7 @@ from numbers import Integral, Real
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 GREEDY_BELOW = 1e-5  # vLLM's threshold: a smaller temperature means argmax
 MAX_N = 16384  # vLLM's limit too: one request must not bring a million sequences
+FLOAT32_RANGE = (1.2e-38, 3.4e38)  # the positive numbers that the sampler can work with
 
 
 def is_integer(value: object) -> bool:
@@ -24,14 +26,16 @@ def check_integer(name: str, value: object, low: int, high: float = inf) -> None
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
-def check_real(name: str, value: object, low: float, high: float) -> None:
-    """Raise a ValueError that names field, value and range unless `low <= value <= high`.
+def check_real(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    """Raise a ValueError that names field, value and range unless `low <= value <= high`, or
+    `low < value <= high` with `above`.
 
     NaN compares false with everything, so the question is asked in this direction.
     """
     is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real or not low <= value <= high:
-        raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
+    if not is_real or not low <= value <= high or (above and value == low):
+        allowed = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise ValueError(f"{name} must be a number {allowed}, got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -51,12 +55,28 @@ class SamplingParams:
     Attributes:
         n: sequences to generate from one prompt; sequence i draws with `seed + i`.
         temperature: 0 is greedy (argmax); larger values, up to 2, flatten the distribution.
+        top_p: draw from the likeliest tokens that together have this probability.
+        top_k: draw from the k likeliest tokens; 0 or -1: from all.
+        min_p: draw from tokens at least this likely, relative to the likeliest.
+        presence_penalty: taken off the logit of every token generated before; -2 to 2.
+        frequency_penalty: taken off once for each time it was generated; -2 to 2.
+        repetition_penalty: divides positive logits of tokens in prompt or output, multiplies
+            negative ones; above 1 discourages repetition.
         seed: makes the draws a function of this number alone. None: the engine picks one.
-        max_tokens: the most tokens to generate. None: up to `max_model_len`.
-        ignore_eos: go on after the model's end-of-sequence token.
+        stop: text that ends a sequence; a string or a list of them.
         stop_token_ids: further token ids that end a sequence; they stay in `token_ids`.
+        ignore_eos: go on after the model's end-of-sequence token.
+        max_tokens: the most tokens to generate. None: up to `max_model_len`.
+        min_tokens: no end-of-sequence token, stop token or stop string before so many tokens.
+        logprobs: log-probabilities to return for each generated token: its own and those of
+            the k likeliest; 0: only its own; -1: of all tokens.
+        prompt_logprobs: the same for each token of the prompt but the first.
+        logit_bias: added to the logits of these token ids; -100 to 100.
+        allowed_token_ids: nothing else is generated.
+        bad_words: words that are never generated.
         detokenize: turn the tokens into text.
         skip_special_tokens: leave tokens such as the end-of-sequence one out of the text.
+        include_stop_str_in_output: leave the stop string that ended a text in it.
         cache_salt: requests share cached prefixes only with requests of the same salt.
         priority: smaller is served earlier under `scheduling_policy="priority"`.
 
@@ -66,45 +86,136 @@ class SamplingParams:
 
     n: int = 1
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     cache_salt: str | None = None
     priority: int = 0
 
     def __post_init__(self):
-        self._check_numbers()
+        self._check_distribution()
+        self._check_lengths()
+        self._check_collections()
         self._check_the_rest()
 
-    def _check_numbers(self):
-        check_integer("n", self.n, 1, MAX_N)
+    def _check_distribution(self):
         check_real("temperature", self.temperature, 0.0, 2.0)
+        check_real("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_integer("top_k", self.top_k, -1)
+        check_real("min_p", self.min_p, 0.0, 1.0)
+        check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_real("repetition_penalty", self.repetition_penalty, *FLOAT32_RANGE)
         if self.seed is not None:
             check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
+
+    def _check_lengths(self):
+        check_integer("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1)
+        limit = inf if self.max_tokens is None else self.max_tokens
+        check_integer("min_tokens", self.min_tokens, 0, limit)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), -1)
+
+    def _check_collections(self):
+        """A frozen dataclass is still written to once, here: these fields always hold lists."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for name, value, is_item, items in (
+            ("stop", stop, is_text, "non-empty strings"),
+            ("bad_words", self.bad_words, is_text, "non-empty strings"),
+            ("stop_token_ids", self.stop_token_ids, is_token_id, "integers >= 0"),
+        ):
+            object.__setattr__(self, name, as_list(name, value, is_item, items))
+        if self.allowed_token_ids is not None:
+            allowed = as_list(
+                "allowed_token_ids", self.allowed_token_ids, is_token_id, "integers >= 0"
+            )
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids must be None or hold at least one id, got "
+                    f"{self.allowed_token_ids!r}"
+                )
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.stop and self.detokenize is False:
+            raise ValueError(f"stop must be None with detokenize=False, got {self.stop!r}")
 
     def _check_the_rest(self):
-        for name in ("ignore_eos", "detokenize", "skip_special_tokens"):
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, dict) or not all(map(is_token_id, bias)):
+            raise ValueError(f"logit_bias must be None or a dict by token id, got {bias!r}")
+        for token_id, value in bias.items():
+            check_real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
+        object.__setattr__(self, "logit_bias", dict(bias))
+        for name in (
+            "ignore_eos",
+            "detokenize",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+        ):
             check_flag(name, getattr(self, name))
         check_integer("priority", self.priority, -(2**31), 2**31 - 1)
-        ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        is_list = isinstance(ids, list | tuple | set)
-        if not is_list or not all(is_integer(i) and i >= 0 for i in ids):
-            raise ValueError(f"stop_token_ids must be None or a list of integers >= 0, got {ids!r}")
-        # A frozen dataclass is still written to once, here: the field always holds a list.
-        object.__setattr__(self, "stop_token_ids", list(ids))
-        salt = self.cache_salt
-        if salt is not None and (not isinstance(salt, str) or not salt):
-            raise ValueError(f"cache_salt must be None or a non-empty string, got {salt!r}")
+        if self.cache_salt is not None and not is_text(self.cache_salt):
+            raise ValueError(
+                f"cache_salt must be None or a non-empty string, got {self.cache_salt!r}"
+            )
 
     @property
     def greedy(self) -> bool:
         """Whether the next token is the argmax of the logits rather than a draw."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        neutral = (1.0, 0.0, 0.0)
+        return neutral != (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the model's logits are changed in any way before a token is chosen."""
+        restricts = self.allowed_token_ids is not None or self.bad_words or self.min_tokens
+        return bool(restricts or self.logit_bias or self.penalizes)
+
+
+def is_token_id(value: object) -> bool:
+    """Whether `value` can be a token id; how many there are only the model knows."""
+    return is_integer(value) and value >= 0
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` is a string that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def as_list(name: str, value: object, is_item: Callable[[object], bool], items: str) -> list:
+    """`value` as a new list without repetitions; None is an empty one.
+
+    Raises a ValueError that names field and value if it is no list, or an item is wrong.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple | set) or not all(map(is_item, value)):
+        raise ValueError(f"{name} must be None or a list of {items}, got {value!r}")
+    return list(dict.fromkeys(value))
 
 
 @dataclass(frozen=True)
@@ -117,6 +228,7 @@ class Request:
         sampling_params: how to continue, and when to stop.
         prompt: the text the token ids came from, if there was one.
         arrival_time: seconds on the engine's monotonic clock, for metrics.
+        bad_words_token_ids: `bad_words` as token ids; the text layer translates them.
 
     Raises:
         ValueError: a field has the wrong type; the message names field and value.
@@ -127,6 +239,7 @@ class Request:
     sampling_params: SamplingParams
     prompt: str | None = None
     arrival_time: float = 0.0
+    bad_words_token_ids: list[list[int]] | None = None
 
     def __post_init__(self):
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -140,6 +253,21 @@ class Request:
 
 
 @dataclass
+class Logprob:
+    """The log-probability of a token where it stands; vLLM's class (`vllm/logprobs.py`).
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the likeliest token there, 2 for the next.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
 class CompletionOutput:
     """One continuation of a prompt; the fields of vLLM's class of this name (`vllm/outputs.py`).
 
@@ -148,7 +276,7 @@ class CompletionOutput:
         text: the generated text, without the prompt.
         token_ids: the generated ids, a final end-of-sequence token included.
         cumulative_logprob: sum of the log-probabilities of `token_ids`, where asked for.
-        logprobs: per token, where asked for.
+        logprobs: for each of `token_ids` a dict from token id to `Logprob`, where asked for.
         finish_reason: "stop", "length" or "abort"; None while the sequence runs.
         stop_reason: the stop token id or stop string that ended it; None after an
             end-of-sequence token.
@@ -158,7 +286,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -176,7 +304,8 @@ class GenerationOutput:
 
     Attributes:
         request_id, prompt, prompt_token_ids: as in the request.
-        prompt_logprobs: per prompt token, where asked for.
+        prompt_logprobs: for each prompt token a dict from token id to `Logprob`, where asked
+            for; None for the first token, which nothing predicts.
         outputs: one `CompletionOutput` for each of the `n` continuations, by index.
         finished: whether no continuation will get a further token.
         num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
@@ -187,7 +316,7 @@ class GenerationOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0

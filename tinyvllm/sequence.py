@@ -45,6 +45,7 @@ class Sequence:
     __slots__ = (
         "arrival",
         "block_hashes",
+        "edits_logits",
         "index",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -55,6 +56,7 @@ class Sequence:
         "request",
         "seed",
         "seq_id",
+        "skip_reading_prefix_cache",
         "status",
         "stop_reason",
         "token_ids",
@@ -71,6 +73,9 @@ class Sequence:
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.stop_reason: int | str | None = None
+        self.edits_logits = self.params.edits_logits
+        # Only a token that is computed can be scored. One continuation scores the prompt for all.
+        self.skip_reading_prefix_cache = self.params.prompt_logprobs is not None and index == 0
 
         self.token_ids = list(request.prompt_token_ids)  # prompt + output
         self.num_prompt_tokens = len(self.token_ids)
