@@ -422,7 +422,7 @@ def as_int64(number: int) -> int:
 def logprob_dict(scores: TokenLogprobs, row: int, num_logprobs: int) -> dict[int, Logprob]:
     """The token at this place and the `num_logprobs` likeliest (-1: all), by token id."""
     ids, logprobs = scores.token_ids[row].tolist(), scores.logprobs[row].tolist()
-    end = len(ids) if num_logprobs == -1 else 1 + num_logprobs
+    end = len(ids) if num_logprobs == -1 else min(1 + num_logprobs, len(ids))
     entries = {ids[0]: Logprob(logprobs[0], int(scores.ranks[row]))}
     for rank in range(1, end):
         entries.setdefault(ids[rank], Logprob(logprobs[rank], rank))
