@@ -27,6 +27,7 @@ BAD_VALUES = {
     "scheduling_policy": (["FCFS", "fair", None], "one of fcfs, priority"),
     "long_prefill_token_threshold": ([-1, None, 0.5, True], "an integer >= 0"),
     "scheduler_reserve_full_isl": ([None, 1], "True or False"),
+    "logprobs_mode": (["raw", None, "raw_logits"], "one of raw_logprobs, processed_logprobs"),
 }
 GOOD_VALUES = {
     "model": [None, "gpt2", "/some/folder"],
@@ -41,6 +42,7 @@ GOOD_VALUES = {
     "max_num_batched_tokens": [1],
     "max_num_seqs": [1],
     "scheduling_policy": ["fcfs", "priority"],
+    "logprobs_mode": ["raw_logprobs", "processed_logprobs"],
     "long_prefill_token_threshold": [0, 1],
 }
 FIELDS = [field.name for field in dataclasses.fields(EngineConfig)]

@@ -19,28 +19,59 @@ from tinyvllm.request import (
 )
 
 INFINITE = [math.inf, -math.inf, math.nan]
+NOT_A_NUMBER = [None, True, False, 10**400, "0.7", [1.0], 1j, *INFINITE]
 NOT_AN_INTEGER = [True, False, 1.0, 1.5, "1", b"1", [1], (), {}, 1j, *INFINITE]
 INTEGER = "must be an integer"
+FLAG = "must be True or False"
+IDS = "integers >= 0"
+TEXTS = "must be None or a list of non-empty strings"
+NO_IDS = [0, 50, False, "", "ab", b"ab", {}, {5: 6}, [-1], [5, "6"], [True], [1.0], [None]]
 BAD = {
     "n": [
         (v, f"{INTEGER} from 1 to 16384") for v in (None, 0, -1, 16385, 10**400, *NOT_AN_INTEGER)
     ],
     "temperature": [
-        (v, "must be a number from 0.0 to 2.0")
-        for v in (None, True, False, -1e-9, 2.0001, 10**400, "0.7", [1.0], 1j, *INFINITE)
+        (v, "must be a number from 0.0 to 2.0") for v in (*NOT_A_NUMBER, -1e-9, 2.0001)
+    ],
+    "top_p": [
+        (v, "must be a number above 0.0 and at most 1.0")
+        for v in (*NOT_A_NUMBER, 0, 0.0, -0.1, 1.0001)
+    ],
+    "top_k": [(v, f"{INTEGER} >= -1") for v in (None, -2, *NOT_AN_INTEGER)],
+    "min_p": [(v, "must be a number from 0.0 to 1.0") for v in (*NOT_A_NUMBER, -1e-9, 1.0001)],
+    "presence_penalty": [
+        (v, "must be a number from -2.0 to 2.0") for v in (*NOT_A_NUMBER, -2.0001, 2.0001)
+    ],
+    "frequency_penalty": [
+        (v, "must be a number from -2.0 to 2.0") for v in (*NOT_A_NUMBER, -2.0001, 2.0001)
+    ],
+    "repetition_penalty": [
+        (v, "must be a number from 1.2e-38 to 3.4e+38")
+        for v in (*NOT_A_NUMBER, 0, 0.0, -1.0, 1e-39, 1e39)
     ],
     "seed": [
         (v, f"{INTEGER} from {-(2**63)} to {2**63 - 1}")
         for v in (2**63, -(2**63) - 1, *NOT_AN_INTEGER)
     ],
     "max_tokens": [(v, f"{INTEGER} >= 1") for v in (0, -1, *NOT_AN_INTEGER)],
-    "ignore_eos": [(v, "must be True or False") for v in (None, 0, 1, "no", np.True_, [])],
-    "stop_token_ids": [
-        (v, "must be None or a list of integers >= 0")
-        for v in (0, 50, False, "", "ab", b"ab", {}, {5: 6}, [-1], [5, "6"], [True], [1.0], [None])
+    "min_tokens": [(v, f"{INTEGER} from 0 to 16") for v in (None, -1, 17, *NOT_AN_INTEGER)],
+    "logprobs": [(v, f"{INTEGER} >= -1") for v in (-2, *NOT_AN_INTEGER)],
+    "prompt_logprobs": [(v, f"{INTEGER} >= -1") for v in (-2, *NOT_AN_INTEGER)],
+    "ignore_eos": [(v, FLAG) for v in (None, 0, 1, "no", np.True_, [])],
+    "stop_token_ids": [(v, f"must be None or a list of {IDS}") for v in NO_IDS],
+    "allowed_token_ids": [
+        *[(v, f"must be None or a list of {IDS}") for v in NO_IDS],
+        *[(v, "must be None or hold at least one id") for v in ([], (), set())],
     ],
-    "detokenize": [(v, "must be True or False") for v in (None, 0, 1, "yes")],
-    "skip_special_tokens": [(v, "must be True or False") for v in (None, 0, 1, "yes")],
+    "stop": [(v, TEXTS) for v in (0, True, b"ab", {}, {"a": 1}, [""], [5], ["a", None], [b"a"])],
+    "bad_words": [(v, TEXTS) for v in (0, True, "ab", b"ab", {}, [""], [5], ["a", None])],
+    "logit_bias": [
+        (v, "must be None or a dict by token id")
+        for v in (0, True, "ab", [5], {-1: 1.0}, {"5": 1.0}, {1.0: 1.0}, {True: 1.0})
+    ],
+    "detokenize": [(v, FLAG) for v in (None, 0, 1, "yes")],
+    "skip_special_tokens": [(v, FLAG) for v in (None, 0, 1, "yes")],
+    "include_stop_str_in_output": [(v, FLAG) for v in (None, 0, 1, "yes")],
     "cache_salt": [
         (v, "must be None or a non-empty string") for v in ("", 0, 7, b"s", True, ["s"])
     ],
@@ -52,9 +83,23 @@ BAD = {
 GOOD = {
     "n": [1, 2, 16384, np.int64(3)],
     "temperature": [0, 0.0, 1e-9, 1, 2, 2.0, Fraction(1, 2), np.float32(0.5)],
+    "top_p": [1e-9, 0.5, 1, 1.0, np.float32(0.5)],
+    "top_k": [-1, 0, 1, 10**9, np.int64(5)],
+    "min_p": [0, 0.0, 0.5, 1],
+    "presence_penalty": [-2, 0, 2.0],
+    "frequency_penalty": [-2, 0, 2.0],
+    "repetition_penalty": [1e-30, 0.5, 1, 2, 1e30],
     "seed": [None, 0, -1, 2**63 - 1, -(2**63), np.int32(7)],
     "max_tokens": [None, 1, 10**9, np.int64(5)],
+    "min_tokens": [0, 16, np.int64(5)],
+    "logprobs": [None, -1, 0, 5, 10**6],
+    "prompt_logprobs": [None, -1, 0, 5],
+    "allowed_token_ids": [None, [0], [5, 6]],
+    "stop": [[], ["a"], ["a", "b"]],
+    "bad_words": [[], ["a", " b"]],
+    "logit_bias": [{}, {0: -100, 5: 100.0}],
     "ignore_eos": [True, False],
+    "include_stop_str_in_output": [True, False],
     "detokenize": [True, False],
     "skip_special_tokens": [True, False],
     "cache_salt": [None, "a", " "],
@@ -83,8 +128,69 @@ def test_good_value_is_kept(name, value):
 def test_defaults_are_vllms():
     params = SamplingParams()
     assert (params.n, params.temperature, params.max_tokens) == (1, 1.0, 16)
-    assert params.seed is None and params.stop_token_ids == []
+    assert (params.top_p, params.top_k, params.min_p, params.min_tokens) == (1.0, 0, 0.0, 0)
+    assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
+    assert params.repetition_penalty == 1.0
+    assert params.seed is None and params.stop_token_ids == [] and params.stop == []
+    assert params.logprobs is None and params.prompt_logprobs is None
+    assert params.logit_bias == {} and params.allowed_token_ids is None and params.bad_words == []
     assert not params.ignore_eos and params.detokenize and params.skip_special_tokens
+    assert not params.include_stop_str_in_output
+
+
+def test_a_stop_string_may_stand_alone_and_needs_text():
+    assert SamplingParams(stop="so").stop == ["so"]
+    assert SamplingParams(stop=("b", "a", "b")).stop == ["b", "a"]
+    for bad in ("", b"so"):
+        with pytest.raises(ValueError, match="stop must be None or a list of non-empty strings"):
+            SamplingParams(stop=bad)
+    with pytest.raises(ValueError, match=r"stop must be None with detokenize=False, got \['so'\]"):
+        SamplingParams(stop="so", detokenize=False)
+
+
+def test_min_tokens_is_at_most_max_tokens():
+    assert SamplingParams(min_tokens=3, max_tokens=3).min_tokens == 3
+    assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
+    with pytest.raises(ValueError, match="min_tokens must be an integer from 0 to 3, got 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+@pytest.mark.parametrize("bias", [100.1, -100.1, math.nan, math.inf, "1", None, True])
+def test_a_bad_bias_names_its_token(bias):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(logit_bias={3: 0.5, 7: bias})
+    allowed = "logit_bias[7] must be a number from -100.0 to 100.0"
+    assert str(error.value) == f"{allowed}, got {bias!r}"
+
+
+def test_collections_are_copies():
+    bias, words = {3: 1.0}, ["so"]
+    params = SamplingParams(logit_bias=bias, bad_words=words, allowed_token_ids=(5, 5, 6))
+    bias[4], words[0] = 2.0, "no"
+    assert (params.logit_bias, params.bad_words) == ({3: 1.0}, ["so"])
+    assert params.allowed_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"min_tokens": 1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"bad_words": ["so"]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+    ],
+)
+def test_wishes_that_edit_the_logits_are_known(wish):
+    assert SamplingParams(**wish).edits_logits
+    assert SamplingParams(**wish).penalizes is any("penalty" in name for name in wish)
+
+
+def test_most_requests_edit_nothing():
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop="so", logprobs=3)
+    assert not params.edits_logits and not params.penalizes
 
 
 def test_stop_token_ids_become_a_list_of_their_own():
