@@ -37,7 +37,7 @@ BAD = {
         (v, "must be a number above 0.0 and at most 1.0")
         for v in (*NOT_A_NUMBER, 0, 0.0, -0.1, 1.0001)
     ],
-    "top_k": [(v, f"{INTEGER} >= -1") for v in (None, -2, *NOT_AN_INTEGER)],
+    "top_k": [(v, f"{INTEGER} from -1 to {2**31 - 1}") for v in (None, -2, 2**31, *NOT_AN_INTEGER)],
     "min_p": [(v, "must be a number from 0.0 to 1.0") for v in (*NOT_A_NUMBER, -1e-9, 1.0001)],
     "presence_penalty": [
         (v, "must be a number from -2.0 to 2.0") for v in (*NOT_A_NUMBER, -2.0001, 2.0001)
@@ -84,7 +84,7 @@ GOOD = {
     "n": [1, 2, 16384, np.int64(3)],
     "temperature": [0, 0.0, 1e-9, 1, 2, 2.0, Fraction(1, 2), np.float32(0.5)],
     "top_p": [1e-9, 0.5, 1, 1.0, np.float32(0.5)],
-    "top_k": [-1, 0, 1, 10**9, np.int64(5)],
+    "top_k": [-1, 0, 1, 2**31 - 1, np.int64(5)],
     "min_p": [0, 0.0, 0.5, 1],
     "presence_penalty": [-2, 0, 2.0],
     "frequency_penalty": [-2, 0, 2.0],

@@ -9,6 +9,7 @@ from math import inf
 from numbers import Integral, Real
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 GREEDY_BELOW = 1e-5  # vLLM's threshold: a smaller temperature means argmax
 MAX_N = 16384  # vLLM's limit too: one request must not bring a million sequences
 FLOAT32_RANGE = (1.2e-38, 3.4e38)  # the positive numbers that the sampler can work with
@@ -118,7 +119,7 @@ class SamplingParams:
     def _check_distribution(self):
         check_real("temperature", self.temperature, 0.0, 2.0)
         check_real("top_p", self.top_p, 0.0, 1.0, above=True)
-        check_integer("top_k", self.top_k, -1)
+        check_integer("top_k", self.top_k, -1, INT32_MAX)
         check_real("min_p", self.min_p, 0.0, 1.0)
         check_real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -172,7 +173,7 @@ class SamplingParams:
             "include_stop_str_in_output",
         ):
             check_flag(name, getattr(self, name))
-        check_integer("priority", self.priority, -(2**31), 2**31 - 1)
+        check_integer("priority", self.priority, INT32_MIN, INT32_MAX)
         if self.cache_salt is not None and not is_text(self.cache_salt):
             raise ValueError(
                 f"cache_salt must be None or a non-empty string, got {self.cache_salt!r}"
