@@ -36,7 +36,9 @@ class EngineConfig:
     max_num_seqs: int = 256  #: most sequences that run at once
     enable_chunked_prefill: bool = True  #: let a prompt be computed over several steps
     scheduling_policy: str = "fcfs"  #: "fcfs" or "priority"
-    long_prefill_token_threshold: int = 0  #: most tokens a step of one among several; 0: no cap
+    long_prefill_token_threshold: int = (
+        0  #: most tokens a step gives one sequence while others live; 0: off
+    )
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
 
     def __post_init__(self):
