@@ -3,9 +3,8 @@
 Built, step by step, in notebooks/03_scheduler.ipynb.
 """
 
-import dataclasses
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real
 
@@ -37,7 +36,9 @@ class EngineConfig:
     max_num_seqs: int = 256  #: most sequences that run at once
     enable_chunked_prefill: bool = True  #: let a prompt be computed over several steps
     scheduling_policy: str = "fcfs"  #: "fcfs" or "priority"
-    long_prefill_token_threshold: int = 0  #: most tokens a step of one among several; 0: no cap
+    long_prefill_token_threshold: int = (
+        0  #: most tokens a step gives one sequence while others live; 0: off
+    )
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
     logprobs_mode: str = "raw_logprobs"  #: before or, "processed_logprobs", after sampling params
 
@@ -80,7 +81,7 @@ class EngineConfig:
                 f"max_num_batched_tokens must be at least max_model_len ({max_model_len}) "
                 f"without chunked prefill, got {self.max_num_batched_tokens}"
             )
-        return dataclasses.replace(self, max_model_len=max_model_len)
+        return replace(self, max_model_len=max_model_len)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -17,38 +17,26 @@ from tinyvllm.sequence import Sequence
 class SamplingBatch:
     """How each of the R sampled rows becomes a token; vLLM: v1/sample/metadata.py.
 
-    Attributes:
-        temperatures: float32 [R], 0 means greedy.
-        top_ks: int64 [R], 0 means all tokens.
-        top_ps, min_ps: float32 [R], 1 and 0 mean all tokens.
-        seeds: int64 [R], what the row's draw is a function of.
-        output_indices: int64 [R], the index of the output token that is drawn.
-        allowed: (row, ids int64) for each row that may take these ids only.
-        forbidden: int64 [F, 2], (row, token id): what cannot be drawn now.
-        biased: int64 [B, 2], (row, token id), and biases: float32 [B], added to the logits.
-        penalized: int64 [P], rows with penalties, and penalties: float32 [P, 3], each row's
-            repetition, frequency and presence penalty.
-        history: int64 [H, 3], the tokens of those rows: (index into `penalized`, token id,
-            1 if generated or 0 if of the prompt).
-        logprob_rows: int64 [L], rows that report log-probabilities.
-        num_logprobs: how many of the likeliest tokens they report; -1 means all.
+    Every row has the first six. The rest is for rows that ask for it; a pair is (row, token id).
     """
 
-    temperatures: np.ndarray
-    top_ks: np.ndarray
-    top_ps: np.ndarray
-    min_ps: np.ndarray
-    seeds: np.ndarray
-    output_indices: np.ndarray
-    allowed: list[tuple[int, np.ndarray]]
-    forbidden: np.ndarray
-    biased: np.ndarray
-    biases: np.ndarray
-    penalized: np.ndarray
-    penalties: np.ndarray
-    history: np.ndarray
-    logprob_rows: np.ndarray
-    num_logprobs: int
+    temperatures: np.ndarray  #: float32 [R], 0 means greedy
+    top_ks: np.ndarray  #: int64 [R], 0 means all tokens
+    top_ps: np.ndarray  #: float32 [R], 1 means all tokens
+    min_ps: np.ndarray  #: float32 [R], 0 means all tokens
+    seeds: np.ndarray  #: int64 [R], what the row's draw is a function of
+    output_indices: np.ndarray  #: int64 [R], the index of the output token that is drawn
+
+    allowed: list[tuple[int, np.ndarray]]  #: (row, int64 ids), rows that may take only these ids
+    forbidden: np.ndarray  #: int64 [F, 2], pairs that cannot be drawn now
+    biased: np.ndarray  #: int64 [B, 2], pairs with a bias
+    biases: np.ndarray  #: float32 [B], what is added to their logits
+    penalized: np.ndarray  #: int64 [P], rows with penalties
+    penalties: np.ndarray  #: float32 [P, 3], their repetition, frequency and presence penalty
+    history: np.ndarray  #: int64 [H, 3], their tokens: (index into penalized, id, 1 if generated)
+
+    logprob_rows: np.ndarray  #: int64 [L], rows that report log-probabilities
+    num_logprobs: int  #: how many of the likeliest tokens they report; -1 means all
 
 
 @dataclass
@@ -184,26 +172,34 @@ def pairs(items: list[tuple[int, int]]) -> np.ndarray:
     return np.array(items, np.int64).reshape(-1, 2)
 
 
+def logit_edits(sequences: list[Sequence], eos_token_id: int | None) -> dict:
+    """The fields of a `SamplingBatch` that change logits, for sequences that sample one a row."""
+    allowed, forbidden, biased, penalized = [], [], {}, []
+    for row, seq in enumerate(sequences):
+        if not seq.edits_logits:
+            continue
+        if seq.params.allowed_token_ids is not None:
+            allowed.append((row, np.array(seq.params.allowed_token_ids, np.int64)))
+        forbidden += [(row, token_id) for token_id in forbidden_now(seq, eos_token_id)]
+        biased |= {(row, token_id): bias for token_id, bias in seq.params.logit_bias.items()}
+        if seq.params.penalizes:
+            penalized.append(row)
+    params = [sequences[row].params for row in penalized]
+    penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+    return {
+        "allowed": allowed,
+        "forbidden": pairs(forbidden),
+        "biased": pairs(list(biased)),
+        "biases": np.array(list(biased.values()), np.float32),
+        "penalized": np.array(penalized, np.int64),
+        "penalties": np.array(penalties, np.float32).reshape(-1, 3),
+        "history": token_history([sequences[row] for row in penalized]),
+    }
+
+
 def sampling_batch(sequences: list[Sequence], eos_token_id: int | None) -> SamplingBatch:
     """How the sequences that get a token in this step, one a row, choose it."""
     params = [seq.params for seq in sequences]
-    allowed, forbidden, biased, penalized = [], [], {}, []
-    for row, seq in enumerate(sequences):
-        if seq.edits_logits:
-            if seq.params.allowed_token_ids is not None:
-                allowed.append((row, np.array(seq.params.allowed_token_ids, np.int64)))
-            forbidden += [(row, token_id) for token_id in forbidden_now(seq, eos_token_id)]
-            biased |= {(row, token_id): bias for token_id, bias in seq.params.logit_bias.items()}
-            if seq.params.penalizes:
-                penalized.append(row)
-    penalties = [
-        (
-            params[row].repetition_penalty,
-            params[row].frequency_penalty,
-            params[row].presence_penalty,
-        )
-        for row in penalized
-    ]
     reporting = [row for row, p in enumerate(params) if p.logprobs is not None]
     counts = [params[row].logprobs for row in reporting]
     return SamplingBatch(
@@ -213,15 +209,9 @@ def sampling_batch(sequences: list[Sequence], eos_token_id: int | None) -> Sampl
         min_ps=np.array([p.min_p for p in params], np.float32),
         seeds=np.array([seq.seed for seq in sequences], np.int64),
         output_indices=np.array([seq.num_output_tokens for seq in sequences], np.int64),
-        allowed=allowed,
-        forbidden=pairs(forbidden),
-        biased=pairs(list(biased)),
-        biases=np.array(list(biased.values()), np.float32),
-        penalized=np.array(penalized, np.int64),
-        penalties=np.array(penalties, np.float32).reshape(-1, 3),
-        history=token_history([sequences[row] for row in penalized]),
         logprob_rows=np.array(reporting, np.int64),
         num_logprobs=-1 if -1 in counts else max(counts, default=0),
+        **logit_edits(sequences, eos_token_id),
     )
 
 

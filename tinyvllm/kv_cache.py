@@ -167,8 +167,8 @@ class KVCacheManager:
         """Take all blocks back from a sequence, the last one first: the prefix lives longest.
 
         A sequence that is preempted in the step in which it was scheduled has published blocks
-        that will never be computed; those are unpublished. Nobody else holds them: hits are
-        only handed out in steps without preemption.
+        that will never be computed; those are unpublished. Whoever else holds them was
+        admitted in the same step, and is rolled back with it.
         """
         table = self.tables.pop(seq.seq_id, None)
         if table is None:

@@ -49,68 +49,43 @@ def check_flag(name: str, value: object) -> None:
 class SamplingParams:
     """How the next tokens of a request are chosen, and when to stop.
 
-    Names, defaults and ranges are vLLM's (`vllm/sampling_params.py`), except that `cache_salt`
-    and `priority`, which vLLM takes beside the prompt, are fields here. Frozen, so one object
-    can serve many requests; `dataclasses.replace` makes a changed copy and checks it.
-
-    Attributes:
-        n: sequences to generate from one prompt; sequence i draws with `seed + i`.
-        temperature: 0 is greedy (argmax); larger values, up to 2, flatten the distribution.
-        top_p: draw from the likeliest tokens that together have this probability.
-        top_k: draw from the k likeliest tokens; 0 or -1: from all.
-        min_p: draw from tokens at least this likely, relative to the likeliest.
-        presence_penalty: taken off the logit of every token generated before; -2 to 2.
-        frequency_penalty: taken off once for each time it was generated; -2 to 2.
-        repetition_penalty: divides positive logits of tokens in prompt or output, multiplies
-            negative ones; above 1 discourages repetition.
-        seed: makes the draws a function of this number alone. None: the engine picks one.
-        stop: text that ends a sequence; a string or a list of them.
-        stop_token_ids: further token ids that end a sequence; they stay in `token_ids`.
-        ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: the most tokens to generate. None: up to `max_model_len`.
-        min_tokens: no end-of-sequence token, stop token or stop string before so many tokens.
-        logprobs: log-probabilities to return for each generated token: its own and those of
-            the k likeliest; 0: only its own; -1: of all tokens.
-        prompt_logprobs: the same for each token of the prompt but the first.
-        logit_bias: added to the logits of these token ids; -100 to 100.
-        allowed_token_ids: nothing else is generated.
-        bad_words: words that are never generated.
-        detokenize: turn the tokens into text.
-        skip_special_tokens: leave tokens such as the end-of-sequence one out of the text.
-        include_stop_str_in_output: leave the stop string that ended a text in it.
-        cache_salt: requests share cached prefixes only with requests of the same salt.
-        priority: smaller is served earlier under `scheduling_policy="priority"`.
+    Names, defaults and ranges are vLLM's (`vllm/sampling_params.py`); `cache_salt` and
+    `priority`, there beside the prompt, are fields here. Frozen, so one object can serve many
+    requests; `dataclasses.replace` makes a changed copy and checks it.
 
     Raises:
         ValueError: a field is out of range; the message names field, value and range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    cache_salt: str | None = None
-    priority: int = 0
+    n: int = 1  #: continuations of the prompt; number i draws with `seed + i`
+    temperature: float = 1.0  #: 0 is greedy (argmax); up to 2, larger flattens the distribution
+    top_p: float = 1.0  #: draw from the likeliest tokens that together have this probability
+    top_k: int = 0  #: draw from the k likeliest tokens; 0 or -1: from all
+    min_p: float = 0.0  #: draw from tokens at least this likely, relative to the likeliest
+    presence_penalty: float = 0.0  #: off the logits of tokens generated before; -2 to 2
+    frequency_penalty: float = 0.0  #: the same, once for each time they were; -2 to 2
+    repetition_penalty: float = 1.0  #: above 1 makes tokens of prompt and output less likely
+    seed: int | None = None  #: the draws are a function of it; None: the engine picks one
+    stop: str | list[str] | None = None  #: text that ends a sequence
+    stop_token_ids: list[int] | None = None  #: ids that end a sequence; they stay in `token_ids`
+    ignore_eos: bool = False  #: go on after the model's end-of-sequence token
+    max_tokens: int | None = 16  #: the most tokens to generate; None: up to `max_model_len`
+    min_tokens: int = 0  #: before so many tokens nothing but its length ends a sequence
+    logprobs: int | None = None  #: report each token and the k likeliest there; -1: all tokens
+    prompt_logprobs: int | None = None  #: the same for the tokens of the prompt
+    logit_bias: dict[int, float] | None = None  #: added to the logits of these ids; -100 to 100
+    allowed_token_ids: list[int] | None = None  #: nothing else is generated
+    bad_words: list[str] | None = None  #: words that are never generated
+    detokenize: bool = True  #: turn the tokens into text
+    skip_special_tokens: bool = True  #: leave the end-of-sequence token and its like out of it
+    include_stop_str_in_output: bool = False  #: leave the stop string in the text that it ended
+    cache_salt: str | None = None  #: cached prefixes are shared within a salt only
+    priority: int = 0  #: smaller is served earlier under `scheduling_policy="priority"`
 
     def __post_init__(self):
+        self._check_fields()
+
+    def _check_fields(self):
         self._check_distribution()
         self._check_lengths()
         self._check_collections()

@@ -223,11 +223,11 @@ def scoreboard(until: str):
         until: number of the last chapter to show, e.g. "03".
     """
     workload = standard_workload()
-    print(f"{'':28}units  steps  computed  first token  worst gap  most running")
+    print(f"{'':27}units steps computed first token worst gap  running")
     for name, run in ROWS.items():
         if name[:2] <= until:
             s = run(workload)
             print(
-                f"{name:28}{s.units:5.0f}{s.steps:7d}{s.computed:10d}"
-                f"{s.first_token:13.1f}{s.worst_gap:11.1f}{s.most_running:14d}"
+                f"{name:27}{s.units:5.0f}{s.steps:6d}{s.computed:9d}"
+                f"{s.first_token:12.1f}{s.worst_gap:10.1f}{s.most_running:9d}"
             )
