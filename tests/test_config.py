@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tinyvllm.config import EngineConfig
@@ -123,3 +124,10 @@ def test_without_chunks_a_step_must_hold_the_longest_prompt():
         EngineConfig(**settings).resolve(1024)
     assert EngineConfig(max_model_len=512, **settings).resolve(1024).max_model_len == 512
     assert EngineConfig(max_num_batched_tokens=512).resolve(1024).max_model_len == 1024
+
+
+def test_numbers_of_numpy_become_pythons():
+    numbers = {"seed": 3, "block_size": 4, "max_num_seqs": 5, "max_model_len": 100}
+    config = EngineConfig(**{name: np.int8(value) for name, value in numbers.items()})
+    assert {name: getattr(config, name) for name in numbers} == numbers
+    assert {type(getattr(config, name)) for name in numbers} == {int}

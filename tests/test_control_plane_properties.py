@@ -145,9 +145,13 @@ class ControlPlane(RuleBasedStateMachine):
         self.collect(self.engine.step())
         self.runner.during_step = None
 
-    @rule()
-    def interrupt_the_model(self):
+    @rule(data=st.data(), abort=st.booleans())
+    def interrupt_the_model(self, data, abort):
+        """Ctrl-C in the middle of a step, perhaps with an abort just before."""
+
         def interrupt():
+            if abort and self.requests:
+                self.abort_one(data.draw(st.sampled_from(sorted(self.requests))))
             raise KeyboardInterrupt
 
         self.runner.during_step = interrupt

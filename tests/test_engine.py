@@ -271,3 +271,156 @@ def test_outputs_are_made_for_what_was_asked():
     [output] = engine.step()
     assert output.prompt_logprobs[0] is None
     assert [len(completion.logprobs) for completion in output.outputs] == [1, 1]
+
+
+# ------------------------------------------------------------------- what a tester broke once
+
+
+class Scripted(MockModelRunner):
+    """Its first answers are given, and something may happen while it runs."""
+
+    def __init__(self, *args, script=(), during=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.script, self.during = list(script), during
+
+    def execute(self, batch):
+        if self.during:
+            self.during()
+        out = super().execute(batch)
+        if self.script:
+            out.sampled_token_ids = self.script.pop(0)
+        return out
+
+
+def test_an_abort_leaves_a_stranger_with_the_name_of_a_finished_sequence_alone():
+    engine = make_engine(Scripted(50, 64, 4, 256, script=[[0, 7]]))
+    engine.add_request(request("x", [1, 2, 3], n=2, max_tokens=8))
+    [x] = engine.step()  # continuation 0 ends at once
+    engine.add_request(request("0_x", [4, 5, 6], max_tokens=8))
+    engine.step()
+    assert engine.abort("x") is x
+    assert [completion.finish_reason for completion in x.outputs] == ["stop", "abort"]
+    assert len(finish(engine)["0_x"].outputs[0].token_ids) == 8
+
+
+def test_an_output_without_a_sequence_breaks_an_invariant():
+    engine = make_engine()
+    engine.add_request(request(max_tokens=8))
+    engine.step()
+    engine.scheduler.abort("r")
+    with pytest.raises(AssertionError, match=r"\['r'\] are alive, \[\] are served"):
+        engine.check_invariants()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("victims", ["a", "ab", "b"])
+def test_an_abort_and_an_error_in_one_step_leave_no_unwritten_block(error, victims):
+    """`a` computes the shared prefix, `b` finds it in the same step; then all goes wrong."""
+    prompt = list(range(1, 13))
+
+    def interrupt():
+        for name in victims:
+            engine.abort(name)
+        raise error
+
+    runner = Scripted(50, 64, 4, 256, during=interrupt)
+    engine = make_engine(runner)
+    for name in "ab":
+        engine.add_request(request(name, prompt, max_tokens=3))
+    with pytest.raises(error):
+        engine.step()
+    runner.during = None
+    engine.check_invariants()
+    engine.add_request(request("c", [*prompt, 7], max_tokens=1))
+    assert finish(engine)["c"].outputs[0].token_ids == [runner.next_token([*prompt, 7])]
+
+
+def test_memory_of_an_aborted_request_is_free_once_the_model_is_done_with_it():
+    runner = Scripted(50, 64, 4, 256)
+    engine = make_engine(runner)
+    engine.add_request(request(max_tokens=8))
+
+    def abort():
+        free = engine.kv.num_free_blocks
+        engine.abort("r")
+        assert engine.kv.num_free_blocks == free  # the model may still write
+
+    runner.during = abort
+    engine.step()
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
+def test_numbers_of_numpy_are_as_good_as_pythons(kind):
+    engine = make_engine(Scripted(50, 20, 4, 256), seed=kind(3), block_size=kind(4))
+    engine.add_request(request("a", [1] * 60, max_tokens=kind(100), seed=kind(5)))
+    engine.add_request(request("b", np.array([2] * 5, kind).tolist(), max_tokens=kind(10)))
+    engine.add_request(request("c", list(np.array([2] * 5, kind)), max_tokens=kind(10), n=kind(2)))
+    outputs = finish(engine)
+    assert "may need 40 KV blocks, the cache has 19" in outputs["a"].error
+    assert outputs["b"].error is None and outputs["c"].error is None
+
+
+def test_a_bool_is_no_token():
+    engine = make_engine()
+    engine.add_request(request("r", [True, 5]))
+    assert "prompt_token_ids must be integers from 0 to 999, got True" in finish(engine)["r"].error
+
+
+def test_an_observer_that_fails_loses_nothing():
+    engine, steps = make_engine(), []
+
+    def observer(event):
+        steps.append(event.step)
+        if len(steps) == 3:
+            raise OSError("disk full")
+
+    engine.observers.append(observer)
+    engine.add_request(request(max_tokens=3))
+    engine.step()
+    engine.step()
+    with pytest.raises(OSError, match="disk full"):
+        engine.step()
+    [output] = engine.step()
+    assert output.finished and len(output.outputs[0].token_ids) == 3 and steps == [0, 1, 2]
+
+
+def test_the_name_of_a_refused_request_is_free_once_it_was_told():
+    engine = make_engine()
+    engine.add_request(request("r", []))
+    with pytest.raises(ValueError, match="request_id 'r' is in use"):
+        engine.add_request(request("r"))
+    [output] = engine.step()
+    assert output.error
+    engine.add_request(request("r"))
+
+
+def test_to_abort_many_that_wait_costs_little_each():
+    """Counted in comparisons of ranks: searching the queue for each would need n * n."""
+
+    def comparisons(count):
+        engine = make_engine(max_num_seqs=1)
+        engine.add_request(request(n=count, max_tokens=3))
+        engine.step()
+        waiting = engine.scheduler.waiting
+        waiting.heap = [(Rank(rank), seq) for rank, seq in waiting.heap]
+        Rank.comparisons = 0
+        engine.abort("r")
+        assert len(waiting) == 0 and not waiting.removed
+        return Rank.comparisons
+
+    class Rank(tuple):
+        comparisons = 0
+
+        def __lt__(self, other):
+            Rank.comparisons += 1
+            return tuple.__lt__(self, other)
+
+        def __eq__(self, other):
+            Rank.comparisons += 1
+            return tuple.__eq__(self, other)
+
+        __hash__ = tuple.__hash__
+
+    assert comparisons(1024) < 40 * comparisons(64)  # n log n; searching would be 256

@@ -24,7 +24,7 @@ NOT_AN_INTEGER = [True, False, 1.0, 1.5, "1", b"1", [1], (), {}, 1j, *INFINITE]
 INTEGER = "must be an integer"
 FLAG = "must be True or False"
 IDS = "integers >= 0"
-TEXTS = "must be None or a list of non-empty strings"
+TEXTS = "must be None or a list of non-empty strings of valid Unicode"
 NO_IDS = [0, 50, False, "", "ab", b"ab", {}, {5: 6}, [-1], [5, "6"], [True], [1.0], [None]]
 BAD = {
     "n": [
@@ -63,7 +63,10 @@ BAD = {
         *[(v, f"must be None or a list of {IDS}") for v in NO_IDS],
         *[(v, "must be None or hold at least one id") for v in ([], (), set())],
     ],
-    "stop": [(v, TEXTS) for v in (0, True, b"ab", {}, {"a": 1}, [""], [5], ["a", None], [b"a"])],
+    "stop": [
+        (v, TEXTS)
+        for v in (0, True, b"ab", {}, {"a": 1}, [""], ["\udfff"], [5], ["a", None], [b"a"])
+    ],
     "bad_words": [(v, TEXTS) for v in (0, True, "ab", b"ab", {}, [""], [5], ["a", None])],
     "logit_bias": [
         (v, "must be None or a dict by token id")
@@ -73,7 +76,8 @@ BAD = {
     "skip_special_tokens": [(v, FLAG) for v in (None, 0, 1, "yes")],
     "include_stop_str_in_output": [(v, FLAG) for v in (None, 0, 1, "yes")],
     "cache_salt": [
-        (v, "must be None or a non-empty string") for v in ("", 0, 7, b"s", True, ["s"])
+        (v, "must be None or a non-empty string of valid Unicode")
+        for v in ("", "\ud800", 0, 7, b"s", True, ["s"])
     ],
     "priority": [
         (v, f"{INTEGER} from {-(2**31)} to {2**31 - 1}")
@@ -142,7 +146,9 @@ def test_a_stop_string_may_stand_alone_and_needs_text():
     assert SamplingParams(stop="so").stop == ["so"]
     assert SamplingParams(stop=("b", "a", "b")).stop == ["b", "a"]
     for bad in ("", b"so"):
-        with pytest.raises(ValueError, match="stop must be None or a list of non-empty strings"):
+        with pytest.raises(
+            ValueError, match="stop must be None or a list of non-empty strings of valid Unicode"
+        ):
             SamplingParams(stop=bad)
     with pytest.raises(ValueError, match=r"stop must be None with detokenize=False, got \['so'\]"):
         SamplingParams(stop="so", detokenize=False)
@@ -208,6 +214,21 @@ def test_stop_token_ids_become_a_list_of_their_own():
 )
 def test_greedy_begins_below_vllms_threshold(temperature, greedy):
     assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_numbers_of_numpy_become_pythons():
+    """np.int8(100) + 60 is -96: such a number must not reach the engine's sums."""
+    numbers = {"n": 2, "seed": 5, "max_tokens": 100, "min_tokens": 1, "top_k": 3, "priority": -1}
+    numbers |= {"logprobs": 2, "prompt_logprobs": 0}
+    params = SamplingParams(**{name: np.int8(value) for name, value in numbers.items()})
+    assert {name: getattr(params, name) for name in numbers} == numbers
+    assert {type(getattr(params, name)) for name in numbers} == {int}
+    lists = {"stop_token_ids": [np.int64(5)], "allowed_token_ids": (np.uint8(6),)}
+    params = SamplingParams(**lists, logit_bias={np.int32(7): np.float32(0.5)})
+    assert {type(i) for i in params.stop_token_ids + params.allowed_token_ids} == {int}
+    assert [*map(type, params.logit_bias)] == [int] and params.logit_bias == {7: 0.5}
+    request = Request("r", [np.int64(3), np.uint8(4), True], SamplingParams())
+    assert [*map(type, request.prompt_token_ids)] == [int, int, bool]  # the engine refuses a bool
 
 
 def test_params_are_frozen_and_a_changed_copy_is_checked():

@@ -6,7 +6,7 @@ Built, step by step, in notebooks/03_scheduler.ipynb.
 import re
 from dataclasses import dataclass, replace
 
-from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real
+from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real, plain
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
@@ -66,6 +66,8 @@ class EngineConfig:
         check_flag("enable_prefix_caching", self.enable_prefix_caching)
         check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
         check_flag("scheduler_reserve_full_isl", self.scheduler_reserve_full_isl)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
 
     def resolve(self, model_limit: int) -> "EngineConfig":
         """Return the config with `max_model_len` filled in from the model's limit in tokens.

@@ -23,6 +23,7 @@ from tinyvllm.request import (
     GenerationOutput,
     Logprob,
     Request,
+    is_token_id,
 )
 from tinyvllm.scheduler import Scheduler, SchedulerOutput
 from tinyvllm.sequence import Sequence
@@ -165,7 +166,7 @@ class Engine:
         if not prompt:
             return "prompt_token_ids must hold at least one token, got none"
         for token_id in prompt:
-            if not isinstance(token_id, int) or not 0 <= token_id < self.runner.vocab_size:
+            if not is_token_id(token_id) or token_id >= self.runner.vocab_size:
                 largest = self.runner.vocab_size - 1
                 return f"prompt_token_ids must be integers from 0 to {largest}, got {token_id!r}"
         if len(prompt) + 1 > max_model_len:
@@ -224,7 +225,8 @@ class Engine:
         """
         request_id, params = request.request_id, request.sampling_params
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-        if request_id in self._outputs or any(i in self.scheduler.sequences for i in ids):
+        taken = [*self._outputs, *(output.request_id for output in self._undelivered)]
+        if request_id in taken or any(i in self.scheduler.sequences for i in ids):
             raise ValueError(f"request_id {request_id!r} is in use")
         output = GenerationOutput(request_id, request.prompt, request.prompt_token_ids)
         output.error = self._refusal(request)
@@ -278,8 +280,12 @@ class Engine:
         self._record_logprobs(plan, out)
         finished = self.scheduler.update(plan, out.sampled_token_ids)
         changed = self._record(sampled, finished)
-        self._notify(plan, sampled, finished, block_ids)
         self.num_steps += 1
+        try:
+            self._notify(plan, sampled, finished, block_ids)
+        except BaseException:  # an observer's error: the outputs go out with the next step
+            self._undelivered += changed
+            raise
         return changed
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -350,7 +356,7 @@ class Engine:
         scheduled = [(seq.seq_id, start, num) for seq, start, num in plan.scheduled]
         admitted = {seq.seq_id for seq in plan.new + plan.resumed}
         event = StepEvent(
-            step=self.num_steps,
+            step=self.num_steps - 1,
             time=time.monotonic(),
             scheduled=scheduled,
             new=[seq.seq_id for seq in plan.new],
@@ -377,7 +383,8 @@ class Engine:
         if output is None:
             return None
         for seq in self._sequences[request_id]:
-            if self.scheduler.abort(seq.seq_id):
+            if not seq.status.finished:
+                self.scheduler.abort(seq.seq_id)
                 output.outputs[seq.index].finish_reason = seq.finish_reason
         output.finished = True
         self._forget(request_id)
@@ -392,7 +399,9 @@ class Engine:
         completion = output.outputs[index]
         completion.finish_reason, completion.stop_reason = "stop", stop_reason
         if self._outputs.get(output.request_id) is output:
-            self.scheduler.abort(self._sequences[output.request_id][index].seq_id)
+            seq = self._sequences[output.request_id][index]
+            if not seq.status.finished:
+                self.scheduler.abort(seq.seq_id)
             output.finished = all(completion.finished for completion in output.outputs)
             if output.finished:
                 self._forget(output.request_id)
@@ -412,6 +421,9 @@ class Engine:
         """Raise an AssertionError that names the first broken rule. Call it between steps."""
         self.scheduler.check_invariants()
         self.kv.check_invariants(self.scheduler.running)
+        served = {seq.request.request_id for seq in self.scheduler.sequences.values()}
+        if served != self._outputs.keys():
+            raise AssertionError(f"{sorted(self._outputs)} are alive, {sorted(served)} are served")
 
 
 def as_int64(number: int) -> int:

@@ -90,6 +90,8 @@ class SamplingParams:
         self._check_lengths()
         self._check_collections()
         self._check_the_rest()
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
 
     def _check_distribution(self):
         check_real("temperature", self.temperature, 0.0, 2.0)
@@ -116,8 +118,8 @@ class SamplingParams:
         """A frozen dataclass is still written to once, here: these fields always hold lists."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name, value, is_item, items in (
-            ("stop", stop, is_text, "non-empty strings"),
-            ("bad_words", self.bad_words, is_text, "non-empty strings"),
+            ("stop", stop, is_text, "non-empty strings of valid Unicode"),
+            ("bad_words", self.bad_words, is_text, "non-empty strings of valid Unicode"),
             ("stop_token_ids", self.stop_token_ids, is_token_id, "integers >= 0"),
         ):
             object.__setattr__(self, name, as_list(name, value, is_item, items))
@@ -140,7 +142,8 @@ class SamplingParams:
             raise ValueError(f"logit_bias must be None or a dict by token id, got {bias!r}")
         for token_id, value in bias.items():
             check_real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
-        object.__setattr__(self, "logit_bias", dict(bias))
+        bias = {int(token_id): float(value) for token_id, value in bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
         for name in (
             "ignore_eos",
             "detokenize",
@@ -151,7 +154,7 @@ class SamplingParams:
         check_integer("priority", self.priority, INT32_MIN, INT32_MAX)
         if self.cache_salt is not None and not is_text(self.cache_salt):
             raise ValueError(
-                f"cache_salt must be None or a non-empty string, got {self.cache_salt!r}"
+                f"cache_salt must be None or a non-empty string of valid Unicode, got {self.cache_salt!r}"
             )
 
     @property
@@ -172,14 +175,21 @@ class SamplingParams:
         return bool(restricts or self.logit_bias or self.penalizes)
 
 
+def plain(value: object) -> object:
+    """A NumPy number as Python's: the engine adds, shifts and hashes without limits."""
+    return int(value) if is_integer(value) else value
+
+
 def is_token_id(value: object) -> bool:
     """Whether `value` can be a token id; how many there are only the model knows."""
     return is_integer(value) and value >= 0
 
 
 def is_text(value: object) -> bool:
-    """Whether `value` is a string that is not empty."""
-    return isinstance(value, str) and bool(value)
+    """Whether `value` is a string that is not empty, of characters that UTF-8 can encode."""
+    if not isinstance(value, str):
+        return False
+    return bool(value) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def as_list(name: str, value: object, is_item: Callable[[object], bool], items: str) -> list:
@@ -191,7 +201,7 @@ def as_list(name: str, value: object, is_item: Callable[[object], bool], items: 
         return []
     if not isinstance(value, list | tuple | set) or not all(map(is_item, value)):
         raise ValueError(f"{name} must be None or a list of {items}, got {value!r}")
-    return list(dict.fromkeys(value))
+    return [plain(item) for item in dict.fromkeys(value)]
 
 
 @dataclass(frozen=True)
@@ -225,7 +235,7 @@ class Request:
             raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
-        object.__setattr__(self, "prompt_token_ids", list(ids))
+        object.__setattr__(self, "prompt_token_ids", [plain(token_id) for token_id in ids])
 
 
 @dataclass

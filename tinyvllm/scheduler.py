@@ -74,6 +74,7 @@ class WaitingQueue:
 
     def __init__(self):
         self.heap: list[tuple[tuple[int, int], Sequence]] = []
+        self.removed: set[Sequence] = set()  # still in the heap, but never at its head
 
     def push(self, rank: tuple[int, int], seq: Sequence):
         """Add a sequence. Ranks are unique, because arrivals are."""
@@ -81,12 +82,18 @@ class WaitingQueue:
 
     def pop(self) -> Sequence:
         """Take the head."""
-        return heapq.heappop(self.heap)[1]
+        seq = heapq.heappop(self.heap)[1]
+        self._uncover_head()
+        return seq
 
     def remove(self, seq: Sequence):
-        """Take a sequence out of the middle."""
-        self.heap = [entry for entry in self.heap if entry[1] is not seq]
-        heapq.heapify(self.heap)
+        """Take a sequence out of the middle, for good."""
+        self.removed.add(seq)
+        self._uncover_head()
+
+    def _uncover_head(self):
+        while self.heap and self.heap[0][1] in self.removed:
+            self.removed.remove(heapq.heappop(self.heap)[1])
 
     @property
     def head(self) -> Sequence:
@@ -94,10 +101,10 @@ class WaitingQueue:
         return self.heap[0][1]
 
     def __len__(self) -> int:
-        return len(self.heap)
+        return len(self.heap) - len(self.removed)
 
     def __iter__(self):
-        return (seq for _, seq in sorted(self.heap))
+        return (seq for _, seq in sorted(self.heap) if seq not in self.removed)
 
 
 class Scheduler:
@@ -118,6 +125,8 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}  # all that are alive
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order of admission
+        self.in_flight: list[tuple[Sequence, int, int]] = []  # what the model may be computing
+        self.leaving: list[Sequence] = []  # aborted meanwhile
         self.prefix_cache_stats = PrefixCacheStats()
 
     def rank(self, seq: Sequence) -> tuple[int, int]:
@@ -234,6 +243,7 @@ class Scheduler:
             seq.num_computed_tokens = end = start + num_tokens
             if end == seq.num_tokens:
                 plan.sampling.append(seq)
+        self.in_flight = plan.scheduled
 
     def update(self, plan: SchedulerOutput, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled tokens and let go of sequences that are finished.
@@ -245,6 +255,7 @@ class Scheduler:
         Returns:
             The sequences that finished; their blocks are free.
         """
+        self._land()
         finished = []
         for seq, token_id in zip(plan.sampling, token_ids, strict=True):
             if seq.status is not SequenceStatus.RUNNING:
@@ -252,8 +263,16 @@ class Scheduler:
             seq.append(token_id)
             if seq.check_stop(self.eos_token_id, self.config.max_model_len):
                 finished.append(seq)
+        for seq in finished:
+            self.kv.free(seq)
         self._forget(finished)
         return finished
+
+    def _land(self):
+        """The model is done with the step: the aborted no longer need their slots."""
+        self.in_flight = []
+        while self.leaving:
+            self.kv.free(self.leaving.pop())
 
     def abort(self, seq_id: str) -> Sequence | None:
         """Finish a sequence early and return it. Unknown or finished: do nothing."""
@@ -262,13 +281,16 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 self.waiting.remove(seq)
             seq.status = SequenceStatus.FINISHED_ABORTED
+            if any(entry[0] is seq for entry in self.in_flight):
+                self.leaving.append(seq)
+            else:
+                self.kv.free(seq)
             self._forget([seq])
         return seq
 
     def _forget(self, finished: list[Sequence]):
         for seq in finished:
             del self.sequences[seq.seq_id]
-            self.kv.free(seq)
         if finished:  # one pass over all, however many leave together
             self.running = [seq for seq in self.running if not seq.status.finished]
 
@@ -331,9 +353,10 @@ class Scheduler:
 
         Its sequences go back to wait: the slots they were promised hold nothing.
         """
-        alive = [entry for entry in plan.scheduled if not entry[0].status.finished]
         # All counters first: `kv.free` reads them to tell which blocks hold what they promise.
-        for seq, start, _ in alive:
+        for seq, start, _ in plan.scheduled:
             seq.num_computed_tokens = start
-        for seq, _, _ in alive:
-            self._preempt(SchedulerOutput(), seq)
+        self._land()
+        for seq, _, _ in plan.scheduled:
+            if not seq.status.finished:
+                self._preempt(SchedulerOutput(), seq)
