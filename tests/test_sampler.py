@@ -471,7 +471,7 @@ def test_candidates_and_the_whole_vocabulary_draw_the_same(monkeypatch):
     logits = torch.randn(300, 2000) * 4
     for params in (SamplingParams(top_p=0.7), SamplingParams(top_p=0.99, min_p=1e-3)):
         drawn = []
-        for count in (1, 30, 1024, 2000):
+        for count in (1, 30, 1024, 2000, 99999):
             monkeypatch.setattr(sampler, "CANDIDATES", count)
             drawn.append(sample(logits.clone(), repeat_row(params, 3, np.arange(300)))[0])
         assert all(torch.equal(other, drawn[0]) for other in drawn)
@@ -583,6 +583,16 @@ class CountCalls(TorchDispatchMode):
         return out
 
 
+@pytest.fixture
+def sorted_rows(monkeypatch):
+    """How many rows were sorted whole, call by call."""
+    seen, real = [], sampler.sort_descending
+    monkeypatch.setattr(
+        sampler, "sort_descending", lambda scaled: seen.append(len(scaled)) or real(scaled)
+    )
+    return seen
+
+
 def counted(params, num_rows=16, vocab_size=5000, spread=4.0):
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * spread
     batch = make_sampling([params] * num_rows, seeds=np.arange(num_rows))
@@ -597,13 +607,14 @@ def test_greedy_rows_pay_for_an_argmax():
     assert count.numbers["new_full"] == 16
 
 
-def test_rows_without_truncation_are_not_ranked():
+def test_rows_without_truncation_are_not_ranked(sorted_rows):
     for params in (PLAIN, SamplingParams(temperature=0.3, min_p=0.1), SamplingParams(top_k=5000)):
         count = counted(params)
         assert not {"topk", "sort", "cumsum"} & set(count.calls)
+    assert sorted_rows == []
 
 
-def test_top_k_never_sorts_a_row():
+def test_top_k_never_sorts_a_row(sorted_rows):
     for params in (
         SamplingParams(top_k=50),
         SamplingParams(top_k=2000, top_p=0.9),
@@ -612,18 +623,25 @@ def test_top_k_never_sorts_a_row():
     ):
         count = counted(params)
         assert "sort" not in count.calls
+        assert sorted_rows == []
         assert count.numbers["topk"] == 16 * (params.top_k + 1)
         assert count.numbers["log1p_"] == 16 * (params.top_k + 1)  # noise for candidates only
 
 
-def test_top_p_sorts_only_rows_whose_nucleus_is_large():
-    assert "sort" not in counted(SamplingParams(top_p=0.9)).calls
-    assert counted(SamplingParams(top_p=0.9), spread=0.1).numbers["sort"] == 16 * 5000
-    params = [SamplingParams(top_p=0.9)] * 4
+def test_top_p_sorts_only_rows_whose_nucleus_is_large(sorted_rows):
+    counted(SamplingParams(top_p=0.9))
+    assert sorted_rows == []
+    counted(SamplingParams(top_p=0.9), spread=0.1)
+    assert sum(sorted_rows) == 16
+    sorted_rows.clear()
     logits = torch.randn(4, 5000) * torch.tensor([4.0, 0.1, 4.0, 4.0])[:, None]
-    with CountCalls() as count:
-        sample(logits, make_sampling(params))
-    assert count.numbers["sort"] == 5000
+    sample(logits, make_sampling([SamplingParams(top_p=0.9)] * 4))
+    assert sorted_rows == [1]
+
+
+def test_sort_descending():
+    values = torch.tensor([[1.0, -torch.inf, 3.0, 3.0], [0.0, -1.0, 2.0, -0.5]])
+    assert torch.equal(sampler.sort_descending(values), values.sort(-1, descending=True).values)
 
 
 def test_the_logits_are_not_copied_whole():
