@@ -1,0 +1,111 @@
+"""Explorers in a real browser, from file://: sliders, keys, what is read aloud, print."""
+
+import pytest
+
+from book.tools import Explorer
+from book.tools.explorer import Bar, Picture
+from tests.pages.built import PAGES, page_name
+
+
+def show(power, cut):
+    share = 0.75**power / (0.75**power + 0.25**power)
+    bars = [Bar("cat", 1 if cut else share, 0.75), Bar("dog", 1 - share, 0.25, cut)]
+    return Picture(f"Power {power}, cut {cut}.", bars)
+
+
+EXPLORER = Explorer("Two tokens", {"power": [1, 2, 3], "cut": [False, True]}, show)
+
+
+@pytest.fixture
+def figure(tab, tmp_path):
+    """The same explorer twice on a page; the first is returned."""
+    page = tmp_path / "page.html"
+    html = EXPLORER._repr_html_()
+    page.write_text(f"<!doctype html><meta charset=utf-8><body>{html}{html}", encoding="utf-8")
+    tab.goto(page.as_uri())
+    return tab.locator("figure").first
+
+
+def row(figure, number: int) -> list[str]:
+    return (
+        figure.locator("tbody tr")
+        .nth(number)
+        .locator("th, td:not([aria-hidden])")
+        .all_inner_texts()
+    )
+
+
+def test_sliders_change_bars_and_sentence(figure):
+    assert row(figure, 0) == ["cat", "75.0 %", "75.0 %"]
+    figure.get_by_label("power").fill("2")
+    assert row(figure, 0) == ["cat", "75.0 %", "96.4 %"]
+    assert figure.locator("[aria-live]").inner_text() == "Power 3, cut False."
+    figure.get_by_label("cut").fill("1")
+    assert row(figure, 1) == ["dog", "25.0 %", "cut"]
+    assert figure.locator("tbody tr.tv-cut").count() == 1
+    figure.get_by_label("cut").fill("0")
+    assert figure.locator("tbody tr.tv-cut").count() == 0
+
+
+def test_bars_are_as_long_as_the_numbers_say(figure):
+    def share():
+        bar, cell = (
+            figure.locator(f"tbody tr:first-child td:last-child{part}").bounding_box()["width"]
+            for part in (" b", "")
+        )
+        return bar / cell
+
+    assert share() == pytest.approx(0.75, abs=0.02)
+    figure.get_by_label("power").fill("2")
+    assert share() == pytest.approx(0.964, abs=0.02)
+
+
+def test_keys_and_what_is_read_aloud(figure):
+    slider = figure.get_by_role("slider", name="power")
+    slider.focus()
+    slider.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext") == "2"
+    assert figure.locator("output").first.inner_text() == "2"
+    slider.press("End")
+    assert figure.locator("[aria-live]").inner_text() == "Power 3, cut False."
+
+
+def test_two_copies_on_a_page_move_on_their_own(figure, tab):
+    figure.get_by_label("power").fill("1")
+    assert row(tab.locator("figure").last, 0) == ["cat", "75.0 %", "75.0 %"]
+    ids = tab.evaluate("[...document.querySelectorAll('[id]')].map((node) => node.id)")
+    assert len(ids) == len(set(ids)) == 2
+
+
+def test_print_has_the_table_and_no_knobs(figure, tab):
+    tab.emulate_media(media="print")
+    assert figure.get_by_role("slider").count() == 0
+    assert row(figure, 0) == ["cat", "75.0 %", "75.0 %"]
+
+
+def test_without_scripts_the_first_setting_is_a_table(browser, figure, tab):
+    with browser.new_context(java_script_enabled=False) as context:
+        bare = context.new_page()
+        bare.goto(tab.url)
+        first = bare.locator("figure").first
+        assert row(first, 0) == ["cat", "75.0 %", "75.0 %"]
+        assert not first.get_by_role("slider").count()
+
+
+@pytest.mark.skipif(not PAGES, reason="no pages: run make book")
+def test_every_explorer_of_the_book_answers(tab):
+    wrong = []
+    pages = [page for page in PAGES if 'class="tv-explorer"' in page.read_text(encoding="utf-8")]
+    assert pages, "the book has no explorer"
+    for page in pages:
+        tab.goto(page.as_uri())
+        for figure in tab.locator("figure.tv-explorer").all():
+            for slider in figure.get_by_role("slider").all():
+                before = figure.locator("table").inner_text() + figure.locator("p").inner_text()
+                slider.press("End")
+                if (
+                    before
+                    == figure.locator("table").inner_text() + figure.locator("p").inner_text()
+                ):
+                    wrong.append((page_name(page), figure.get_attribute("aria-label")))
+    assert not wrong
