@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import greedy_rows
 
 from tinyvllm.attention import (
     PagedAttention,
@@ -44,9 +45,10 @@ def make_batch(lengths, chunks, block_size, num_blocks, rng) -> ExecutionBatch:
         block_table=table,
         slot_mapping=slots + positions % block_size,
         logits_indices=empty,
-        temperatures=empty.astype(np.float32),
-        seeds=empty,
-        output_indices=empty,
+        sampling=greedy_rows(0),
+        prompt_logits_indices=empty,
+        prompt_targets=empty,
+        num_prompt_logprobs=0,
     )
 
 

@@ -12,10 +12,12 @@ from dataclasses import replace
 from functools import cache
 
 import numba
+import numpy as np
 import pytest
 import torch
 import transformers
 from checkpoints import SHAPES, make_hf, save
+from sampling import make_sampling
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine, MockModelRunner
@@ -109,12 +111,9 @@ def naive_loop(model: GPT2, prompt: list[int], params: SamplingParams, index: in
         hidden = model.forward(
             torch.tensor(token_ids), torch.arange(len(token_ids)), dense_attention
         )
-        token_ids += sample(
-            model.compute_logits(hidden[-1:]),
-            temperatures=torch.tensor([params.temperature]),
-            seeds=torch.tensor([(params.seed or 0) + index]),
-            output_indices=torch.tensor([len(token_ids) - len(prompt)]),
-        ).tolist()
+        texts, seed = [(prompt, token_ids[len(prompt) :])], (params.seed or 0) + index
+        batch = make_sampling([params], texts=texts, seeds=np.array([seed]))
+        token_ids += sample(model.compute_logits(hidden[-1:]), batch)[0].tolist()
         if token_ids[-1] == model.config.eos_token_id and not params.ignore_eos:
             break
     return token_ids[len(prompt) :]

@@ -7,6 +7,7 @@ import psutil
 import pytest
 import torch
 from checkpoints import make_hf, save
+from sampling import greedy_rows
 from test_attention import make_batch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -43,8 +44,7 @@ def step_arrays(runner, ids, start, batch_seed=0, sampled=True):
     batch.input_ids = np.array(ids[start:], np.int64)
     if sampled:
         batch.logits_indices = np.array([len(ids) - start - 1])
-        batch.temperatures = np.zeros(1, np.float32)
-        batch.seeds = batch.output_indices = np.zeros(1, np.int64)
+        batch.sampling = greedy_rows(1)
     return batch
 
 

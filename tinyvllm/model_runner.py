@@ -10,7 +10,7 @@ import torch
 from tinyvllm.attention import PagedAttention, PagedKVCache
 from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput
 from tinyvllm.gpt2 import GPT2, load_model, resolve_device, resolve_dtype
-from tinyvllm.sampler import sample
+from tinyvllm.sampler import sample, score_prompt
 
 # What a CPU engine takes for the KV cache unless it is told: a share of the memory that is
 # available now, at most 4 GiB.
@@ -116,20 +116,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
-        """Compute the batch's tokens, store their keys and values, sample the rows asked for."""
+        """Compute the batch's tokens, store their keys and values, sample and score the rows
+        asked for."""
         hidden = self.model.forward(
             self.to_device(batch.input_ids),
             self.to_device(batch.positions),
             PagedAttention(self.cache, batch),
         )  # [T, d]
-        if not len(batch.logits_indices):  # only unfinished chunks: nobody gets a token
-            return ModelRunnerOutput([])
-        # Rows first, vocabulary after: the projection costs as much as several layers.
-        logits = self.model.compute_logits(hidden[self.to_device(batch.logits_indices)])
-        token_ids = sample(
-            logits,
-            self.to_device(batch.temperatures),
-            self.to_device(batch.seeds),
-            self.to_device(batch.output_indices),
-        )
-        return ModelRunnerOutput(token_ids.tolist())
+        out = ModelRunnerOutput([])
+        if len(batch.logits_indices):  # not only unfinished chunks, where nobody gets a token
+            # Rows first, vocabulary after: the projection costs as much as several layers.
+            logits = self.model.compute_logits(hidden[self.to_device(batch.logits_indices)])
+            token_ids, out.logprobs = sample(logits, batch.sampling, self.config.logprobs_mode)
+            out.sampled_token_ids = token_ids.tolist()
+        if len(batch.prompt_logits_indices):
+            out.prompt_logprobs = score_prompt(
+                self.model.compute_logits,
+                hidden[self.to_device(batch.prompt_logits_indices)],
+                self.to_device(batch.prompt_targets),
+                batch.num_prompt_logprobs,
+            )
+        return out

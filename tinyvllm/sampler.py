@@ -3,66 +3,324 @@
 Built, step by step, in notebooks/10_sampler.ipynb.
 """
 
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from tinyvllm.execution_batch import SamplingBatch, TokenLogprobs
 from tinyvllm.request import GREEDY_BELOW
 
 MASK = 0xFFFFFFFF
-GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: an arbitrary start that is not zero
+GOLDEN = 0x9E3779B9 - 2**32  # 2**32 / golden ratio, as an int32: a start that is not zero
+
+
+def xor_shift(h: Tensor, shift: int) -> None:
+    """`h ^= h >> shift` on int32, in place; the sign bit moves like any other bit."""
+    shifted = h >> shift
+    shifted &= MASK >> shift
+    h ^= shifted
 
 
 def mix(h: Tensor) -> Tensor:
-    """Scramble 32-bit numbers held in int64: one changed input bit changes half of the output's.
+    """Scramble int32 numbers in place: one changed input bit changes half of the output's.
 
-    Shifts and odd multipliers in the manner of MurmurHash3's finaliser. Both multipliers are
-    below 2**31, so no product leaves int64 and every device gives the same bits.
+    Shifts and odd multipliers in the manner of MurmurHash3's finaliser. Products wrap around,
+    so every device gives the same bits.
     """
-    h = ((h ^ (h >> 15)) * 0x2C1B3C6D) & MASK
-    h = ((h ^ (h >> 12)) * 0x297A2D39) & MASK
-    return h ^ (h >> 15)
+    xor_shift(h, 15)
+    h *= 0x2C1B3C6D
+    xor_shift(h, 12)
+    h *= 0x297A2D39
+    xor_shift(h, 15)
+    return h
 
 
-def random_bits(seeds: Tensor, output_indices: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits for every (seed, output index, token id): int64 `[R, V]` in [0, 2**32).
+def row_keys(seeds: Tensor, output_indices: Tensor) -> Tensor:
+    """One int32 key for every row `[R]`: a hash of its seed (all 64 bits) and output index."""
+    keys = torch.full_like(seeds, GOLDEN, dtype=torch.int32)
+    for word in (seeds, seeds >> 32, output_indices):
+        keys = mix(keys ^ word.to(torch.int32))  # the lower 32 bits
+    return keys
 
-    A pure function. No generator is advanced, so it does not matter which other rows there
-    are, in which order they are drawn, or how often.
+
+def token_keys(token_ids: Tensor) -> Tensor:
+    """One int32 key for every token id, in the shape of `token_ids`."""
+    return mix(token_ids.to(torch.int32) + 1)
+
+
+def random_bits(rows: Tensor, tokens: Tensor) -> Tensor:
+    """32 random bits for each row and token, int32 `[R, C]`, from the keys of the rows `[R]` and
+    those of the tokens: `[C]`, the same for all rows, or `[R, C]`.
+
+    A pure function. No generator is advanced, so it does not matter which other rows and
+    tokens there are, in which order they are drawn, or how often.
     """
-    row = torch.full_like(seeds, GOLDEN)
-    for word in (seeds & MASK, (seeds >> 32) & MASK, output_indices & MASK):
-        row = mix(row ^ word)
-    token = mix(torch.arange(1, vocab_size + 1, device=seeds.device))
-    return mix(row[:, None] ^ token)
+    return mix(rows[:, None] ^ tokens)
 
 
-def gumbel_noise(seeds: Tensor, output_indices: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel noise float64 `[R, V]`: `-log(-log(u))` with u uniform in (0, 1).
+BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 
-    u is the middle of one of 2**32 equal cells, so it is never 0 or 1 and the noise is finite.
+
+def gumbel_noise(rows: Tensor, tokens: Tensor) -> Tensor:
+    """Gumbel noise float32 `[R, C]` for keys as in `random_bits`.
+
+    It is `-log(-log(1 - v))`, with v uniform in (0, 1) from 31 of the 32 bits. The largest
+    noise, which decides a draw, comes from a v near 0, where float32 is at its finest.
     """
-    bits = random_bits(seeds, output_indices, vocab_size)
-    uniform = (bits.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform))
+    bits = random_bits(rows, tokens)
+    bits &= MASK >> 1
+    v = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=BELOW_ONE)
+    return v.neg_().log1p_().neg_().log_().neg_()
 
 
-def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, output_indices: Tensor) -> Tensor:
-    """Draw one token per row.
+def draw(scaled: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """For each row of `scaled` `[R, C]` the column of a draw from its softmax, int64 `[R]`."""
+    return gumbel_noise(rows, tokens).add_(scaled).argmax(dim=-1)
+
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def scale(logits: Tensor, temperatures: Tensor, min_ps: Tensor | None = None) -> Tensor:
+    """Logits `[R, V]` less their row's maximum, divided by its temperature `[R]`, in place.
+
+    A token less likely than `min_ps` `[R]` times the likeliest becomes -inf. The best token is
+    at 0, so its weight `exp(scaled)` is 1, and nothing overflows at a low temperature.
+    """
+    peaks = logits.amax(dim=-1, keepdim=True).clamp(min=-LARGEST)  # not NaN if all are -inf
+    scaled = logits.sub_(peaks).div_(temperatures[:, None])
+    if min_ps is not None:
+        scaled.masked_fill_(scaled < min_ps.log()[:, None], -torch.inf)
+    return scaled
+
+
+def penalize(logits: Tensor, batch: SamplingBatch) -> None:
+    """Make the tokens of a row's past less (or more) likely, in place.
+
+    Repetition looks at prompt and output: it divides positive logits and multiplies negative
+    ones. Frequency counts a token's occurrences in the output, presence asks if there are any.
+    Works on the tokens that occur, not on the vocabulary. vLLM: `v1/sample/ops/penalties.py`.
+    """
+    index, token, generated = batch.history.T
+    pairs, occurrence = np.unique(index * logits.shape[1] + token, return_inverse=True)
+    counts = np.bincount(occurrence, weights=generated).astype(np.float32)
+    index, token = np.divmod(pairs, logits.shape[1])
+    repetition, frequency, presence = (
+        torch.from_numpy(column).to(logits.device) for column in batch.penalties[index].T.copy()
+    )
+    counts = torch.from_numpy(counts).to(logits.device)
+    where = (batch.penalized[index], token)
+    x = logits[where]
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    x -= frequency * counts + presence * (counts > 0)
+    logits[where] = x.clamp(max=LARGEST)  # a tiny repetition_penalty must not make an infinity
+
+
+def edit_logits(logits: Tensor, batch: SamplingBatch) -> None:
+    """All that changes single logits, in place: allowed and forbidden ids, biases, penalties.
+
+    Rows that ask for nothing are not touched. vLLM: `v1/sample/sampler.py`,
+    `v1/sample/logits_processor/builtin.py`, `v1/sample/ops/bad_words.py`.
+    """
+    for row, token_ids in batch.allowed:
+        kept = logits[row, token_ids]
+        logits[row] = -torch.inf
+        logits[row, token_ids] = kept
+    if len(batch.forbidden):
+        logits[tuple(batch.forbidden.T)] = -torch.inf
+    if len(batch.biased):
+        logits[tuple(batch.biased.T)] += torch.from_numpy(batch.biases).to(logits.device)
+    if len(batch.penalized):
+        penalize(logits, batch)
+
+
+def top_p_bars(values: Tensor, top_ps: Tensor, total: Tensor) -> Tensor:
+    """The value of the last token that top-p keeps, `[R, 1]`.
+
+    `values` `[R, C]` are sorted, best first. A token stays if those before it have less than
+    `top_ps` `[R]` of the weight `total` float64 `[R]`; the best one always does.
+    """
+    weights = values.double().exp()
+    before = weights.cumsum(dim=-1) - weights
+    kept = (before < (top_ps * total)[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
+    return values.gather(1, kept - 1).masked_fill(top_ps[:, None] >= 1, -torch.inf)
+
+
+def truncate(scaled: Tensor, top_ks: Tensor | None, top_ps: Tensor, count: int):
+    """Top-k, then top-p, among the `count` best tokens of each row.
 
     Args:
-        logits: `[R, V]`, any float dtype.
-        temperatures: float32 `[R]`; below 1e-5 the row is greedy: its argmax.
-        seeds: int64 `[R]`.
-        output_indices: int64 `[R]`, the index of the output token that is drawn.
+        scaled: `[R, V]` from `scale`.
+        top_ks: int64 `[R]`, from 1 to below `count`; None: top-p alone.
+        top_ps: `[R]`; 1 for all tokens.
 
     Returns:
-        int64 `[R]` token ids. A random row draws from softmax(logits / temperature) as the
-        argmax of logits / temperature + Gumbel noise. vLLM: `v1/sample/sampler.py`.
+        Values and token ids of the candidates `[R, count]`, best first, the values that are cut
+        off at -inf; the bar `[R, 1]` that a value has to reach (so ties stay together); and for
+        which rows `[R]` that is not known, since candidates were not enough.
     """
+    if count < scaled.shape[1]:
+        values, token_ids = scaled.topk(count)
+    else:
+        values, token_ids = scaled.sort(dim=-1, descending=True)
+    if top_ks is None:
+        bars, left = torch.full_like(values[:, :1], -torch.inf), scaled
+    else:
+        bars = values.gather(1, top_ks[:, None] - 1)
+        values = left = values.masked_fill(values < bars, -torch.inf)
+    total = left.exp().sum(dim=-1, dtype=torch.float64)
+    bars = bars.maximum(top_p_bars(values, top_ps, total))
+    kept = values.masked_fill(values < bars, -torch.inf)
+    last = (kept if top_ks is None else values)[:, -1]
+    return kept, token_ids, bars, last > -torch.inf
+
+
+def draw_truncated(
+    scaled: Tensor, rows: Tensor, top_ks: Tensor | None, top_ps: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids int64 `[R]` drawn after top-k and top-p, and the bars `[R, 1]` they had to reach.
+
+    `rows` are the rows' keys; the rest is as in `truncate`. A row for which `count` candidates
+    are not enough is sorted whole.
+    """
+    values, token_ids, bars, unknown = truncate(scaled, top_ks, top_ps, count)
+    columns = draw(values, rows, token_keys(token_ids))
+    drawn = token_ids.gather(1, columns[:, None])[:, 0]
+    if count < scaled.shape[1] and unknown.any():
+        again = scaled[unknown], rows[unknown], top_ks if top_ks is None else top_ks[unknown]
+        drawn[unknown], bars[unknown] = draw_truncated(*again, top_ps[unknown], scaled.shape[1])
+    return drawn, bars
+
+
+CANDIDATES = 1024  # tokens that top-p without top-k looks at first
+CACHE_NUMBERS = 1 << 17  # numbers a CPU works on at a time, so that they stay in its cache
+
+
+def random_groups(batch: SamplingBatch, vocab_size: int, at_once: int) -> Iterator:
+    """Rows that are drawn in the same way, at most `at_once` of them: (rows, has top-k, count).
+
+    `count` is how many candidates they need, 0 if they are not truncated. With top-k it is one
+    more than the largest k, so that a tie at the k-th value shows.
+    """
+    random = batch.temperatures >= GREEDY_BELOW
+    bounded = (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+    nucleus = ~bounded & (batch.top_ps < 1)
+    largest = batch.top_ks[random & bounded].max(initial=0)
+    for mask, has_top_k, count in (
+        (~bounded & ~nucleus, False, 0),
+        (nucleus, False, min(CANDIDATES, vocab_size)),
+        (bounded, True, int(largest) + 1),
+    ):
+        rows = np.flatnonzero(random & mask)
+        for first in range(0, len(rows), at_once):
+            yield rows[first : first + at_once], has_top_k, count
+
+
+def draw_rows(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Tensor:
+    """Replace the `token_ids` of random rows by draws; returns the bars float32 `[R, 1]`."""
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+
+    def take(array: np.ndarray, rows=slice(None)) -> Tensor:
+        return torch.from_numpy(array[rows]).to(device)
+
+    keys = row_keys(take(batch.seeds), take(batch.output_indices))
+    vocabulary = token_keys(torch.arange(vocab_size, device=device))
+    bars = logits.new_full((num_rows, 1), -torch.inf)
+    at_once = max(1, CACHE_NUMBERS // vocab_size) if device.type == "cpu" else num_rows
+    for rows, has_top_k, count in random_groups(batch, vocab_size, at_once):
+        min_ps = take(batch.min_ps, rows) if batch.min_ps[rows].any() else None
+        scaled = scale(logits[rows], take(batch.temperatures, rows), min_ps)
+        if count:
+            top_ks = take(batch.top_ks, rows) if has_top_k else None
+            token_ids[rows], bars[rows] = draw_truncated(
+                scaled, keys[rows], top_ks, take(batch.top_ps, rows), count
+            )
+        else:
+            token_ids[rows] = draw(scaled, keys[rows], vocabulary)
+    return bars
+
+
+def score(logprobs: Tensor, token_ids: Tensor, num_logprobs: int) -> TokenLogprobs:
+    """Look up `token_ids` `[N]` in `logprobs` `[N, V]`, with the likeliest next to them.
+
+    A rank is one more than the number of tokens that are strictly likelier. `num_logprobs` -1
+    means all. vLLM: `v1/sample/sampler.py`.
+    """
+    vocab_size = logprobs.shape[1]
+    count = vocab_size if num_logprobs == -1 else min(num_logprobs, vocab_size)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = 1 + (logprobs > own).sum(dim=-1)
+    best = logprobs.topk(count)
+    ids = torch.cat([token_ids[:, None], best.indices], dim=1)
+    values = torch.cat([own, best.values], dim=1)
+    return TokenLogprobs(ids.cpu().numpy(), values.cpu().numpy(), ranks.cpu().numpy())
+
+
+def processed_logprobs(logits: Tensor, batch: SamplingBatch, bars: Tensor) -> Tensor:
+    """The log of the distribution that the rows `batch.logprob_rows` are drawn from, `[L, V]`.
+
+    Greedy rows: of the edited logits, without temperature. `bars` is what `draw_rows` returned.
+    """
+    rows = batch.logprob_rows
+    random = batch.temperatures[rows] >= GREEDY_BELOW
+    temperatures = torch.from_numpy(np.where(random, batch.temperatures[rows], np.float32(1)))
+    min_ps = torch.from_numpy(np.where(random, batch.min_ps[rows], np.float32(0)))
+    scaled = scale(logits[rows], temperatures.to(logits.device), min_ps.to(logits.device))
+    return scaled.masked_fill_(scaled < bars[rows], -torch.inf).log_softmax(dim=-1)
+
+
+def sample(
+    logits: Tensor, batch: SamplingBatch, logprobs_mode: str = "raw_logprobs"
+) -> tuple[Tensor, TokenLogprobs | None]:
+    """Choose one token per row.
+
+    Args:
+        logits: `[R, V]`, any float dtype; float32 ones are edited in place.
+        batch: how each row chooses.
+        logprobs_mode: what is reported: the model's "raw_logprobs", or "processed_logprobs",
+            those of the distribution that is drawn from.
+
+    Returns:
+        int64 `[R]` token ids, and the log-probabilities of the rows `batch.logprob_rows`, None
+        if there are none. vLLM: `v1/sample/sampler.py`.
+    """
+    reports, logprobs = len(batch.logprob_rows) > 0, None
+    if reports and logprobs_mode == "raw_logprobs":
+        logprobs = logits[batch.logprob_rows].float().log_softmax(dim=-1)
+    logits = logits.float()
+    edit_logits(logits, batch)
     token_ids = logits.argmax(dim=-1)
-    random = torch.nonzero(temperatures >= GREEDY_BELOW).flatten()
-    if len(random):
-        scaled = logits[random].double() / temperatures[random, None].double()
-        noise = gumbel_noise(seeds[random], output_indices[random], logits.shape[-1])
-        token_ids[random] = (scaled + noise).argmax(dim=-1)
-    return token_ids
+    bars = logits.new_full((len(logits), 1), -torch.inf)
+    if (batch.temperatures >= GREEDY_BELOW).any():
+        bars = draw_rows(logits, batch, token_ids)
+    if not reports:
+        return token_ids, None
+    if logprobs is None:
+        logprobs = processed_logprobs(logits, batch, bars)
+    return token_ids, score(logprobs, token_ids[batch.logprob_rows], batch.num_logprobs)
+
+
+SCORED_AT_ONCE = 64  # rows of logits that exist at a time
+
+
+def score_prompt(
+    compute_logits: Callable, hidden: Tensor, token_ids: Tensor, num_logprobs: int
+) -> TokenLogprobs:
+    """Score tokens `[Q]` by the rows `[Q, d]` that predict them, a few rows of logits at a time.
+
+    Always raw: before any sampling parameter. vLLM: `v1/worker/gpu/sample/prompt_logprob.py`.
+    """
+    parts = [
+        score(compute_logits(rows).float().log_softmax(dim=-1), ids, num_logprobs)
+        for rows, ids in zip(
+            hidden.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True
+        )
+    ]
+    return TokenLogprobs(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.ranks for part in parts]),
+    )
