@@ -45,7 +45,7 @@ def nothing_is_left_behind(llm):
     yield
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.kv.num_free_blocks == llm.engine.kv.num_usable_blocks
-    assert not llm.inboxes
+    assert not llm.output_processor.inboxes
     llm.engine.check_invariants()
 
 

@@ -7,12 +7,15 @@ nothing, and the control plane runs where PyTorch is not installed.
 import importlib
 
 _MODULES = {
+    "AsyncEngine": "llm",
     "CompletionOutput": "request",
     "Engine": "engine",
     "EngineConfig": "config",
+    "EngineDeadError": "llm",
     "GenerationOutput": "request",
     "IncrementalDetokenizer": "tokenizer",
     "LLM": "llm",
+    "Logprob": "request",
     "MockModelRunner": "engine",
     "ModelRunner": "model_runner",
     "Request": "request",

@@ -3,14 +3,17 @@
 Built, step by step, in notebooks/15_llm.ipynb.
 """
 
+import asyncio
 import dataclasses
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,7 +21,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.model_runner import ModelRunner
 from tinyvllm.request import CompletionOutput, GenerationOutput, Request, SamplingParams
-from tinyvllm.tokenizer import IncrementalDetokenizer, Tokenizer
+from tinyvllm.tokenizer import CompletionText, LogprobText, Tokenizer
 
 Prompt = str | list[int] | dict  # dict: {"prompt": str} or {"prompt_token_ids": list[int]}
 
@@ -35,45 +38,130 @@ def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def text_token_ids(completion: CompletionOutput, start: int = 0) -> list[int]:
-    """The ids from `start` on that become text: all but a token that ended the sequence.
+def make_request(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    params: SamplingParams,
+    request_id: str,
+    name: str = "prompt",
+) -> Request:
+    """A request with token ids for its prompt, which errors call `name`, and for its bad words.
 
-    The end-of-sequence token, or a stop token, stays in `token_ids` and out of `text`, as in
-    vLLM.
+    Raises TypeError or ValueError for what is no prompt, or a bad word without tokens. What
+    only the engine can judge, such as a prompt that is too long, is left to it.
     """
-    stop = -1 if completion.finish_reason == "stop" else None
-    return completion.token_ids[start:stop]
+    text, token_ids = None, prompt
+    if isinstance(prompt, str):
+        text, token_ids = prompt, None
+    elif isinstance(prompt, dict):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if token_ids is None and isinstance(text, str):
+        try:
+            token_ids = tokenizer.encode(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if not is_token_ids(token_ids):
+        raise TypeError(
+            f"{name} must be a string, a list of token ids, or a dict with 'prompt' or "
+            f"'prompt_token_ids', got {prompt!r:.80}"
+        )
+    request = Request(request_id, [int(i) for i in token_ids], params, prompt=text)
+    if params.bad_words:
+        forbidden = tokenizer.bad_words_token_ids(params.bad_words)
+        request = dataclasses.replace(request, bad_words_token_ids=forbidden)
+    return request
+
+
+class OutputProcessor:
+    """Between the engine and the readers: writes the text of every output, ends what a stop string
+    ends, and knows which inbox an output is for. vLLM: `vllm/v1/engine/output_processor.py`.
+
+    Attributes:
+        inboxes: of each live request, what its outputs shall come back with.
+        texts: of those that want text, its continuations' and its prompt's.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.inboxes: dict[str, Any] = {}
+        self.texts: dict[str, tuple[list[CompletionText], LogprobText]] = {}
+
+    def add_request(self, request: Request, inbox: Any):
+        """Hand a request to the engine. Raises ValueError if its id is in use."""
+        self.engine.add_request(request)
+        self.inboxes[request.request_id] = inbox
+        params = request.sampling_params
+        if params.detokenize:
+            texts = [CompletionText(self.tokenizer, params) for _ in range(params.n)]
+            self.texts[request.request_id] = texts, LogprobText(self.tokenizer)
+
+    def process(self, output: GenerationOutput) -> tuple[Any, GenerationOutput]:
+        """Bring an output's text up to its tokens; returns (inbox, output)."""
+        texts, prompt_text = self.texts.get(output.request_id, ([], None))
+        if prompt_text is not None and output.prompt_logprobs is not None:
+            prompt_text.update(output.prompt_token_ids, output.prompt_logprobs)
+        for completion, text in zip(output.outputs, texts, strict=False):
+            stop = text.update(completion)
+            if stop is not None:
+                self.engine.stop(output, completion.index, stop)
+        inbox = self.inboxes[output.request_id]
+        if output.finished:
+            self.forget(output.request_id)
+        return inbox, output
+
+    def forget(self, request_id: str):
+        """Let go of a request that is over."""
+        self.inboxes.pop(request_id, None)
+        self.texts.pop(request_id, None)
+
+    def step(self) -> list[tuple[Any, GenerationOutput]]:
+        """One step of the engine; returns (inbox, output) for the outputs that changed."""
+        changed = self.engine.step()
+        return [self.process(output) for output in changed if output.request_id in self.inboxes]
+
+    def abort(self, request_id: str) -> tuple[Any, GenerationOutput] | None:
+        """End a request early; returns its inbox and its output so far, if it was alive."""
+        output = self.engine.abort(request_id)
+        if output is not None and request_id in self.inboxes:
+            return self.process(output)
+        self.forget(request_id)
+        return None
+
+
+def part_of(completion: CompletionOutput, num_tokens=0, num_characters=0) -> CompletionOutput:
+    """A copy of what a continuation holds beyond so many tokens and characters of its text."""
+    logprobs = completion.logprobs
+    return dataclasses.replace(
+        completion,
+        text=completion.text[num_characters:],
+        token_ids=completion.token_ids[num_tokens:],
+        logprobs=None if logprobs is None else logprobs[num_tokens:],
+    )
 
 
 class DeltaStream:
     """Turns the growing output of one request into pieces that hold only what is new."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
-        self.detokenize = params.detokenize
-        skip = params.skip_special_tokens
-        self.detokenizers = [IncrementalDetokenizer(tokenizer, skip) for _ in range(params.n)]
-        # Per continuation, what was given out: the number of tokens, and the finish reason.
-        self.seen = [(0, None)] * params.n
+    def __init__(self, n: int):
+        # Per continuation, what was given out: tokens, characters, and the finish reason.
+        self.seen = [(0, 0, None)] * n
+        self.num_prompt_logprobs = 0
 
     def delta(self, output: GenerationOutput) -> GenerationOutput:
         """What `output` holds beyond the last call, without continuations that have no news."""
         pieces = []
         for completion in output.outputs:
-            state = (len(completion.token_ids), completion.finish_reason)
-            if state != self.seen[completion.index]:
-                pieces.append(self.completion_delta(completion))
+            state = (len(completion.token_ids), len(completion.text), completion.finish_reason)
+            seen = self.seen[completion.index]
+            if state != seen:
+                pieces.append(part_of(completion, *seen[:2]))
                 self.seen[completion.index] = state
-        return dataclasses.replace(output, outputs=pieces)
-
-    def completion_delta(self, completion: CompletionOutput) -> CompletionOutput:
-        """The new tokens of one continuation, and the text that they complete."""
-        start, _ = self.seen[completion.index]
-        text, new_ids = "", completion.token_ids[start:]
-        if self.detokenize:
-            ids = text_token_ids(completion, start)
-            detokenizer = self.detokenizers[completion.index]
-            text = detokenizer.decode(ids, final=completion.finished)
-        return dataclasses.replace(completion, text=text, token_ids=new_ids)
+        prompt_logprobs = output.prompt_logprobs
+        if prompt_logprobs is not None:
+            prompt_logprobs = prompt_logprobs[self.num_prompt_logprobs :]
+            self.num_prompt_logprobs += len(prompt_logprobs)
+        return dataclasses.replace(output, outputs=pieces, prompt_logprobs=prompt_logprobs)
 
 
 @contextmanager
@@ -96,6 +184,16 @@ def uninterrupted():
             handler(*caught[0])
 
 
+def load_engine(
+    model: str | Path | None, tokenizer: str | Path | None, engine_args: dict[str, Any]
+) -> tuple[Engine, Tokenizer]:
+    """An engine for a model, and the tokenizer that goes with it; see `LLM` for the arguments."""
+    config = EngineConfig(model=None if model is None else str(model), **engine_args)
+    runner = ModelRunner(config)
+    engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
+    return engine, Tokenizer.from_pretrained(tokenizer or model)
+
+
 class LLM:
     """A model, its tokenizer and an engine: the door for offline use, named as in vLLM.
 
@@ -107,7 +205,7 @@ class LLM:
     Attributes:
         engine: serves the requests; its observers see every step.
         tokenizer: text to token ids and back.
-        inboxes: where the outputs of each live request go, one inbox for each call.
+        output_processor: steps the engine and writes the text of its outputs.
 
     Raises:
         TypeError: an engine argument that does not exist.
@@ -122,12 +220,9 @@ class LLM:
         tokenizer: str | Path | None = None,
         **engine_args,
     ):
-        config = EngineConfig(model=None if model is None else str(model), **engine_args)
-        runner = ModelRunner(config)
-        self.engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
-        self.tokenizer = Tokenizer.from_pretrained(tokenizer or model)
+        self.engine, self.tokenizer = load_engine(model, tokenizer, engine_args)
+        self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         self.request_counter = itertools.count()
-        self.inboxes: dict[str, dict[str, GenerationOutput]] = {}
 
     def make_requests(
         self,
@@ -145,30 +240,13 @@ class LLM:
                 f"sampling_params must be one for all or one per prompt, got "
                 f"{len(sampling_params)} for {len(prompts)} prompts"
             )
-        parsed = [self.parse_prompt(i, prompt) for i, prompt in enumerate(prompts)]
+        pairs = enumerate(zip(prompts, sampling_params, strict=True))
         return [
-            Request(str(next(self.request_counter)), token_ids, params, prompt=text)
-            for (text, token_ids), params in zip(parsed, sampling_params, strict=True)
-        ]
-
-    def parse_prompt(self, i: int, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The text, if there is one, and the token ids of the prompt at position `i`."""
-        text, token_ids = None, prompt
-        if isinstance(prompt, str):
-            text, token_ids = prompt, None
-        elif isinstance(prompt, dict):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if token_ids is None and isinstance(text, str):
-            try:
-                token_ids = self.tokenizer.encode(text)
-            except ValueError as error:
-                raise ValueError(f"prompts[{i}]: {error}") from error
-        if not is_token_ids(token_ids):
-            raise TypeError(
-                f"prompts[{i}] must be a string, a list of token ids, or a dict with "
-                f"'prompt' or 'prompt_token_ids', got {prompt!r:.80}"
+            make_request(
+                self.tokenizer, prompt, params, str(next(self.request_counter)), f"prompts[{i}]"
             )
-        return text, [int(token_id) for token_id in token_ids]
+            for i, (prompt, params) in pairs
+        ]
 
     def run(self, requests: list[Request]) -> Iterator[GenerationOutput]:
         """Step the engine until the requests are finished; yields the outputs that grew.
@@ -177,11 +255,10 @@ class LLM:
         """
         inbox: dict[str, GenerationOutput] = {}
         unfinished = {request.request_id for request in requests}
-        self.inboxes.update(dict.fromkeys(unfinished, inbox))
         try:
             with uninterrupted():
                 for request in requests:
-                    self.engine.add_request(request)
+                    self.output_processor.add_request(request, inbox)
             while unfinished and (inbox or self.engine.has_unfinished_requests()):
                 if not inbox:
                     self.step()
@@ -193,22 +270,18 @@ class LLM:
         finally:
             with uninterrupted():
                 for request_id in unfinished:
-                    self.engine.abort(request_id)
-                for request in requests:
-                    del self.inboxes[request.request_id]
+                    self.output_processor.abort(request_id)
 
     def step(self):
         """One step of the engine; each output that grew goes to the call that waits for it."""
         with uninterrupted():
-            for output in self.engine.step():
-                if output.request_id in self.inboxes:
-                    self.inboxes[output.request_id][output.request_id] = output
+            for inbox, output in self.output_processor.step():
+                inbox[output.request_id] = output
 
     def deltas(self, requests: list[Request]) -> Iterator[GenerationOutput]:
         """Yield what each step adds to the requests."""
         streams = {
-            request.request_id: DeltaStream(self.tokenizer, request.sampling_params)
-            for request in requests
+            request.request_id: DeltaStream(request.sampling_params.n) for request in requests
         }
         with closing(self.run(requests)) as outputs:
             for output in outputs:
@@ -249,12 +322,194 @@ class LLM:
                 if output.finished:
                     finished[output.request_id] = output
                     progress.update()
-        for request in requests:
-            params = request.sampling_params
-            if not params.detokenize:
-                continue
-            for completion in finished[request.request_id].outputs:
-                completion.text = self.tokenizer.decode(
-                    text_token_ids(completion), params.skip_special_tokens
-                )
         return [finished[request.request_id] for request in requests]
+
+
+class EngineDeadError(RuntimeError):
+    """The engine serves no more: it was shut down, or died of what `__cause__` is."""
+
+
+class Mailbox:
+    """Holds the newest output of one request until its consumer comes for it.
+
+    It has one place, so a slow consumer costs no memory and holds nobody up; what it was too
+    slow for is in the next output as well. vLLM: `RequestOutputCollector`.
+    """
+
+    def __init__(self, request_id: str):
+        self.request_id = request_id
+        self.newest: GenerationOutput | Exception | None = None
+        self.filled = asyncio.Event()
+        self.complete = False  # nothing will follow the newest
+
+    def put(self, item: GenerationOutput | Exception):
+        """Replace what lies there, unless that was the last."""
+        if not self.complete:
+            self.newest = item
+            self.complete = isinstance(item, Exception) or item.finished
+            self.filled.set()
+
+    async def get(self) -> GenerationOutput:
+        """Wait for something new and take it; raises it if it is an error."""
+        await self.filled.wait()
+        self.filled.clear()
+        if isinstance(self.newest, Exception):
+            raise self.newest
+        return self.newest
+
+
+def snapshot(output: GenerationOutput) -> GenerationOutput:
+    """A copy of an output that does not grow when the output does."""
+    outputs = [part_of(completion) for completion in output.outputs]
+    prompt_logprobs = output.prompt_logprobs and list(output.prompt_logprobs)
+    return dataclasses.replace(output, outputs=outputs, prompt_logprobs=prompt_logprobs)
+
+
+class AsyncEngine:
+    """Serves many consumers on one event loop, each with the outputs of its own request.
+
+    A thread of its own runs the engine, and nothing else touches it: consumers leave commands,
+    which the thread applies between two steps, and find snapshots in their mailboxes. So no
+    lock is needed. Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
+
+    Use it as `async with AsyncEngine(...) as engine`, or await `shutdown` at the end.
+
+    Args:
+        engine: serves the requests; its observers are called in the thread.
+        tokenizer: text to token ids and back.
+
+    Attributes:
+        mailboxes: by request id, of the consumers that have not had their last output.
+        dead: why the engine serves no more; None while it does.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.output_processor = OutputProcessor(engine, tokenizer)
+        self.mailboxes: dict[str, Mailbox] = {}
+        self.dead: str | None = None
+        self._cause: BaseException | None = None
+        self._commands: list[tuple[Mailbox, Request | None]] = []  # None: abort
+        self._wake_up = asyncio.Event()
+        self._closing = False
+        self._thread = ThreadPoolExecutor(1, "tinyvllm-engine")
+        self._task: asyncio.Task | None = None
+
+    @classmethod
+    def from_engine_args(
+        cls, model: str | Path | None = None, *, tokenizer: str | Path | None = None, **engine_args
+    ) -> "AsyncEngine":
+        """The engine for a model; arguments and errors are those of `LLM`."""
+        return cls(*load_engine(model, tokenizer, engine_args))
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncIterator[GenerationOutput]:
+        """Continue a prompt; yields all there is so far, whenever there is more.
+
+        Leaving early (a cancelled task, `break`, `aclose`) aborts the request. A prompt that
+        cannot be served has one output, with `error` set.
+
+        Raises:
+            TypeError, ValueError: no prompt, a bad word without tokens, or an id in use.
+            EngineDeadError: the engine serves no more.
+        """
+        mailbox, output = self._enter(prompt, sampling_params, request_id), None
+        try:
+            while output is None or not output.finished:
+                output = await mailbox.get()
+                yield output
+        finally:
+            del self.mailboxes[request_id]
+            if not mailbox.complete:
+                self._command(mailbox, None)
+
+    async def abort(self, request_id: str):
+        """End a request early: its consumer gets what there is, with the reason "abort"."""
+        if request_id in self.mailboxes:
+            self._command(self.mailboxes[request_id], None)
+
+    def _enter(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Mailbox:
+        if self.dead is not None:
+            raise self._dead_error()
+        if request_id in self.mailboxes:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        request = make_request(self.tokenizer, prompt, params, request_id)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        mailbox = self.mailboxes[request_id] = Mailbox(request_id)
+        self._command(mailbox, request)
+        return mailbox
+
+    def _command(self, mailbox: Mailbox, request: Request | None):
+        self._commands.append((mailbox, request))
+        self._wake_up.set()
+
+    async def _run(self):
+        """Step and deliver until the end; sleep while there is nothing to do."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._closing:
+                self._wake_up.clear()
+                if not self._commands and not self.engine.has_unfinished_requests():
+                    await self._wake_up.wait()
+                    continue
+                commands, self._commands = self._commands, []
+                news = await loop.run_in_executor(self._thread, self._advance, commands)
+                for mailbox, item in news:
+                    mailbox.put(item)
+        except BaseException as error:
+            self._close(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._close(None)
+
+    def _advance(
+        self, commands: list[tuple[Mailbox, Request | None]]
+    ) -> list[tuple[Mailbox, GenerationOutput | Exception]]:
+        """Apply the commands in their order and make one step; what the thread does."""
+        outputs, errors = [], []
+        for mailbox, request in commands:
+            if request is None:
+                aborted = self.output_processor.abort(mailbox.request_id)
+                outputs += [] if aborted is None else [aborted]
+                continue
+            try:
+                self.output_processor.add_request(request, mailbox)
+            except ValueError as error:
+                errors.append((mailbox, error))
+        outputs += self.output_processor.step()
+        return errors + [(mailbox, snapshot(output)) for mailbox, output in outputs]
+
+    def _close(self, cause: BaseException | None):
+        """Tell every consumer, end the thread, and give back what the requests hold."""
+        self.dead = "was shut down" if cause is None else f"died: {cause!r}"
+        self._cause = cause
+        for mailbox in self.mailboxes.values():
+            mailbox.put(self._dead_error())
+        self._thread.shutdown()
+        with suppress(Exception):  # an engine that died need not be in order
+            for request_id in list(self.output_processor.inboxes):
+                self.output_processor.abort(request_id)
+
+    def _dead_error(self) -> EngineDeadError:
+        error = EngineDeadError(f"the engine {self.dead}")
+        error.__cause__ = self._cause
+        return error
+
+    async def shutdown(self):
+        """End it all: no thread and no task is left, and whoever waits gets EngineDeadError."""
+        self._closing = True
+        self._wake_up.set()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        elif self.dead is None:
+            self._close(None)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.shutdown()

@@ -6,12 +6,14 @@ Built, step by step, in notebooks/14_tokenizer.ipynb.
 import codecs
 import json
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tinyvllm.gpt2 import ModelLoadError, find_model
+from tinyvllm.request import CompletionOutput, Logprob, SamplingParams
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -125,7 +127,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"prompt is not valid Unicode: {error}") from error
+            raise ValueError(f"text is not valid Unicode: {error}") from error
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def to_bytes(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> bytes:
@@ -136,6 +138,24 @@ class Tokenizer:
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence. Bytes that are not UTF-8 come out as U+FFFD."""
         return self.to_bytes(token_ids, skip_special_tokens).decode("utf-8", "replace")
+
+    def bad_words_token_ids(self, bad_words: list[str]) -> list[list[int]]:
+        """The token sequences to forbid so that no text has one of `bad_words` in it: each as it
+        begins a text, and as it follows a space.
+
+        vLLM (`SamplingParams.update_from_tokenizer`) takes the second only if it has as many
+        tokens as the first. Raises ValueError, naming the word, if one has no tokens.
+        """
+        sequences = []
+        for word in bad_words:
+            for prefix in ("", " "):
+                token_ids = self.encode(prefix + word.lstrip()) if word.strip() else []
+                if not token_ids:
+                    raise ValueError(
+                        f"bad_words must be words with at least one token, got {word!r}"
+                    )
+                sequences.append(token_ids)
+        return sequences
 
 
 class IncrementalDetokenizer:
@@ -157,3 +177,159 @@ class IncrementalDetokenizer:
         """The text that `token_ids` add; `final` also gives out an unfinished character."""
         new_bytes = self.tokenizer.to_bytes(token_ids, self.skip_special_tokens)
         return self.decoder.decode(new_bytes, final)
+
+    def peek(self, token_id: int) -> str:
+        """The text that this token would add if it came next; nothing changes."""
+        state = self.decoder.getstate()
+        text = self.decode([token_id])
+        self.decoder.setstate(state)
+        return text
+
+
+class StopStrings:
+    """Watches a text grow for the strings that end it, and holds back what may be part of one.
+
+    It keeps only as many characters as a stop string can have before its last, so a token
+    costs the same however long the text is. Follows `vllm/v1/engine/detokenizer.py`, which
+    holds back that many characters always; here it is those that begin a stop string.
+
+    Args:
+        stop: the strings, none of them empty.
+        include: whether the stop string that ends the text is part of it.
+
+    Attributes:
+        tail: the last characters of the text, as far back as a stop string may have begun.
+        num_held: how many of them are not shown yet.
+    """
+
+    def __init__(self, stop: list[str], include: bool = False):
+        self.stop = stop
+        self.include = include
+        self.beginnings = [string[:-1] for string in stop]
+        self.reach = max(map(len, self.beginnings), default=0)
+        self.tail = ""
+        self.num_held = 0
+
+    def first_match(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """Where the first stop string that the text after `num_old` completes ends, and which.
+
+        The first is the one that is complete first; of several that end together, the first
+        in the list. So it does not matter how the text is cut into tokens.
+        """
+        matches = []
+        for stop in self.stop:
+            start = text.find(stop, max(0, num_old + 1 - len(stop)))
+            if start >= 0:
+                matches.append((start + len(stop), stop))
+        return min(matches, key=itemgetter(0), default=None)
+
+    def num_possible(self) -> int:
+        """How many characters at the end of the text may be the beginning of a stop string."""
+        for start in range(len(self.tail)):
+            rest = self.tail[start:]
+            if any(beginning.startswith(rest) for beginning in self.beginnings):
+                return len(rest)
+        return 0
+
+    def push(self, new_text: str, searching: bool = True) -> tuple[str, str | None]:
+        """Add to the text; returns what can be shown by now, and the stop string that ends it.
+
+        A stop string that is complete while not `searching` ends nothing.
+        """
+        text = self.tail + new_text
+        num_shown = len(self.tail) - self.num_held
+        match = self.first_match(text, len(self.tail)) if searching and new_text else None
+        if match is not None:
+            end, stop = match
+            self.tail, self.num_held = "", 0
+            return text[num_shown : end if self.include else end - len(stop)], stop
+        self.tail = text[max(0, len(text) - self.reach) :]
+        self.num_held = 0 if self.include else self.num_possible()
+        return text[num_shown : len(text) - self.num_held], None
+
+    def flush(self) -> str:
+        """What was held back, for when no more text will come."""
+        held = self.tail[len(self.tail) - self.num_held :]
+        self.num_held = 0
+        return held
+
+
+class LogprobText:
+    """Fills in the `decoded_token` of log-probabilities: what the token adds to the text there.
+
+    A token that leaves a character unfinished adds nothing, one that completes it adds the
+    character, so the decoded tokens of a sequence add up to its text. Special tokens show.
+    vLLM's (`vllm/v1/engine/logprobs.py`) agree where no token ends inside a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+        self.num_done = 0
+
+    def update(self, token_ids: list[int], logprobs: list[dict[int, Logprob] | None]):
+        """Fill in what is new since the last call. `logprobs[i]` belongs to `token_ids[i]`."""
+        for position in range(self.num_done, len(logprobs)):
+            for token_id, logprob in (logprobs[position] or {}).items():
+                logprob.decoded_token = self.detokenizer.peek(token_id)
+            self.detokenizer.decode([token_ids[position]])
+        self.num_done = len(logprobs)
+
+
+def append_text(completion: CompletionOutput, new_text: str):
+    """Append to `completion.text` without copying it: CPython extends a string in place that
+    one local name alone refers to."""
+    text, completion.text = completion.text, ""
+    text += new_text
+    completion.text = text
+
+
+class CompletionText:
+    """Keeps the text of one continuation up to date with its tokens, and ends it at a stop string.
+
+    The token that ended a sequence, EOS or one of `stop_token_ids`, stays in `token_ids` and
+    out of `text`, unless `include_stop_str_in_output`. A stop string counts if its last
+    character comes with a token after the first `min_tokens`. Both as in vLLM.
+
+    Attributes:
+        num_tokens: how many tokens are in the text.
+        ended: whether no more text will come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self.stop_strings = StopStrings(params.stop, params.include_stop_str_in_output)
+        self.logprobs = LogprobText(tokenizer)
+        self.min_tokens = params.min_tokens
+        self.num_tokens = 0
+        self.ended = False
+
+    def update(self, completion: CompletionOutput) -> str | None:
+        """Add what new tokens let show to `completion.text`, and name the tokens in its `logprobs`.
+
+        Returns the stop string that the new tokens complete, if any: it ends the text, and the
+        caller ends the sequence.
+        """
+        if completion.logprobs is not None:
+            self.logprobs.update(completion.token_ids, completion.logprobs)
+        new_ids = completion.token_ids[self.num_tokens :]
+        if self.ended or not (new_ids or completion.finished):
+            return None
+        if completion.finish_reason == "stop" and not self.stop_strings.include:
+            new_ids = new_ids[:-1]  # a token that ended the sequence is no text
+        stop = None
+        for token_id in new_ids:
+            self.num_tokens += 1
+            stop = self._show(completion, self.detokenizer.decode([token_id]))
+            if stop is not None:
+                break
+        if completion.finished and stop is None:
+            stop = self._show(completion, self.detokenizer.decode([], final=True))
+            append_text(completion, self.stop_strings.flush())
+        self.ended = completion.finished or stop is not None
+        return stop
+
+    def _show(self, completion: CompletionOutput, new_text: str) -> str | None:
+        searching = self.num_tokens > self.min_tokens
+        shown, stop = self.stop_strings.push(new_text, searching)
+        append_text(completion, shown)
+        return stop
