@@ -274,6 +274,12 @@ class Scheduler:
         while self.leaving:
             self.kv.free(self.leaving.pop())
 
+    def _forget(self, finished: list[Sequence]):
+        for seq in finished:
+            del self.sequences[seq.seq_id]
+        if finished:  # one pass over all, however many leave together
+            self.running = [seq for seq in self.running if not seq.status.finished]
+
     def abort(self, seq_id: str) -> Sequence | None:
         """Finish a sequence early and return it. Unknown or finished: do nothing."""
         seq = self.sequences.get(seq_id)
@@ -287,12 +293,6 @@ class Scheduler:
                 self.kv.free(seq)
             self._forget([seq])
         return seq
-
-    def _forget(self, finished: list[Sequence]):
-        for seq in finished:
-            del self.sequences[seq.seq_id]
-        if finished:  # one pass over all, however many leave together
-            self.running = [seq for seq in self.running if not seq.status.finished]
 
     def explain(self, seq_id: str) -> str:
         """Say in one sentence where a sequence is, and what it waits for.
