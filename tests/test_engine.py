@@ -424,3 +424,8 @@ def test_to_abort_many_that_wait_costs_little_each():
         __hash__ = tuple.__hash__
 
     assert comparisons(1024) < 40 * comparisons(64)  # n log n; searching would be 256
+
+
+def test_engine_and_runner_agree_on_the_block_size():
+    with pytest.raises(ValueError, match="block_size must be an integer from 16 to 16, got 4"):
+        Engine(EngineConfig(block_size=4), MockModelRunner())

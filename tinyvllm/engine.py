@@ -23,6 +23,7 @@ from tinyvllm.request import (
     GenerationOutput,
     Logprob,
     Request,
+    check_integer,
     is_token_id,
 )
 from tinyvllm.scheduler import Scheduler, SchedulerOutput
@@ -36,11 +37,13 @@ class Runner(Protocol):
         vocab_size: token ids are below it.
         max_model_len: the most tokens of a sequence that the model can take.
         num_blocks: blocks of its KV cache, the null block included.
+        block_size: tokens that a block holds.
     """
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    block_size: int
 
     def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
         """Run the model over the batch and sample the rows of `batch.logits_indices`."""
@@ -69,6 +72,7 @@ class MockModelRunner:
     ):
         self.vocab_size = vocab_size
         self.num_blocks = num_blocks
+        self.block_size = block_size
         self.max_model_len = max_model_len
         self.slots = np.full((num_blocks, block_size, 2), -1, np.int64)  # (token, position)
 
@@ -147,6 +151,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, runner: Runner, eos_token_id: int | None = None):
         self.config = config.resolve(runner.max_model_len)
+        check_integer("block_size", config.block_size, runner.block_size, runner.block_size)
         self.runner = runner
         self.kv = KVCacheManager(
             runner.num_blocks, self.config.block_size, self.config.enable_prefix_caching

@@ -55,6 +55,11 @@ class ModelRunner:
         return self.model.config.vocab_size
 
     @property
+    def block_size(self) -> int:
+        """Tokens that a block of the KV cache holds."""
+        return self.config.block_size
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens a sequence may have, prompt and output."""
         return self.config.max_model_len
