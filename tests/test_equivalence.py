@@ -111,8 +111,11 @@ def naive_loop(model: GPT2, prompt: list[int], params: SamplingParams, index: in
         hidden = model.forward(
             torch.tensor(token_ids), torch.arange(len(token_ids)), dense_attention
         )
-        texts, seed = [(prompt, token_ids[len(prompt) :])], (params.seed or 0) + index
-        batch = make_sampling([params], texts=texts, seeds=np.array([seed]))
+        output, seed = token_ids[len(prompt) :], (params.seed or 0) + index
+        forbidden = [(0, model.config.eos_token_id)] if len(output) < params.min_tokens else []
+        batch = make_sampling(
+            [params], texts=[(prompt, output)], seeds=np.array([seed]), forbidden=forbidden
+        )
         token_ids += sample(model.compute_logits(hidden[-1:]), batch)[0].tolist()
         if token_ids[-1] == model.config.eos_token_id and not params.ignore_eos:
             break
@@ -183,6 +186,8 @@ def workload(vocab_size: int) -> list[Request]:
     until_eos = SamplingParams(temperature=0, max_tokens=12)
     greedy = replace(until_eos, ignore_eos=True)
     drawn = SamplingParams(temperature=0.8, max_tokens=10, seed=1, ignore_eos=True)
+    penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}
+    wishes = {"top_k": 5, "top_p": 0.9, "min_p": 0.02, "logit_bias": {1: 0.5}, "min_tokens": 8}
     return [
         Request("aligned", shared, greedy),
         Request("twin", shared, greedy),
@@ -192,6 +197,10 @@ def workload(vocab_size: int) -> list[Request]:
         Request("two greedy", shared[:8] + ids(1), replace(greedy, n=2, priority=-1)),
         Request("until the EOS", ids(9), until_eos),
         Request("drawn until the EOS", ids(11), replace(drawn, ignore_eos=False)),
+        Request("greedy, penalized", shared + ids(3), replace(greedy, **penalties)),
+        Request(
+            "every wish", ids(20), replace(drawn, n=2, ignore_eos=False, **wishes, **penalties)
+        ),
         Request("to the limit", ids(59), replace(drawn, max_tokens=None, seed=-(2**63))),
     ]
 
@@ -237,7 +246,7 @@ def test_naive_loop_equals_transformers(name, folder_of, model_of, expected_of):
             hidden = ours.forward(prompt, torch.arange(len(prompt)), dense_attention)
             torch.testing.assert_close(ours.compute_logits(hidden), expected, atol=1e-4, rtol=1e-4)
         params = request.sampling_params
-        if not params.greedy:
+        if not params.greedy or params.edits_logits:
             continue
         eos_token_id = None if params.ignore_eos else ours.config.eos_token_id
         theirs.generation_config.eos_token_id = eos_token_id
