@@ -28,7 +28,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -1548,16 +1548,39 @@ def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: i
 # 3. The model
 # --------------------------------------------------------------------------------------
 
-# One optimizer step sees about 2000 tokens, in three stages. Drills first: a model that has learned
-# to copy a name learns stories fast, and one that has not learns every sentence but whose it is.
-# Then short rows, which are cheap, then rows that fill all 1024 positions. Up to there a carried
-# word that comes back weighs more than another token: it is where a story can go wrong.
+# One optimizer step sees about 2000 tokens: of drills, of stories in short rows, which are cheap, or
+# of stories in rows that fill all 1024 positions. Drills come first: a model that has learned to
+# copy a name learns stories fast, and one that has not learns every sentence but whose it is. In
+# stories a carried word that comes back weighs more than another token, because it is where a
+# story can go wrong; only in the last steps of a round all tokens weigh the same.
+#
+# The first round learns to write. The second cares above all for the trait, which comes back rarely
+# and from far away, and which the first round only guesses. Both come to full rows last, and have
+# to find their feet again there; the third mixes them in.
 DRILL_ROWS = (20, 96)  # rows, tokens in a row
 SHORT_ROWS = (6, 320)
 FULL_ROWS = (2, 1024)
-DRILL_SHARE = 0.15  # of the steps
-FULL_SHARE = 0.2
-COMES_BACK_WEIGHT = 4.0
+FULL_SHARE = 0.2  # of the steps
+LAST_SHARE = 0.2  # of the steps, in which all tokens weigh the same
+
+
+@dataclass(frozen=True)
+class Round:
+    """A part of the training, with a learning rate that rises and falls."""
+
+    steps: int
+    drill_share: float  # of the steps
+    peak: float  # of the learning rate, relative to the optimizers'
+    mixed: bool  # whether full rows come at any time, or in the last steps
+    trait_weight: float  # of a trait that comes back
+    word_weight: float = 4.0  # of another carried word that comes back
+
+
+ROUNDS = (
+    Round(steps=5000, drill_share=0.15, peak=1.0, mixed=False, trait_weight=4.0),
+    Round(steps=2000, drill_share=0.0, peak=0.6, mixed=False, trait_weight=30.0),
+    Round(steps=2200, drill_share=0.0, peak=0.6, mixed=True, trait_weight=12.0, word_weight=6.0),
+)
 SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
 
 DRILLS = (
@@ -1601,40 +1624,43 @@ def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bo
     return row[:length]
 
 
-def target_weights(row: list[int], carried: set[int], eos: int, weight: float) -> list[float]:
-    """`weight` for each target that is a carried word its story has named before, else 1."""
+def target_weights(row: list[int], weight_of: dict[int, float], eos: int) -> list[float]:
+    """For each target its weight: 1, or more for a carried word that its story has named before."""
     named, weights = set(), []
     for token_id in row:
-        weights.append(weight if token_id in named else 1.0)
+        weights.append(weight_of[token_id] if token_id in named else 1.0)
         if token_id == eos:
             named = set()
-        elif token_id in carried:
+        elif token_id in weight_of:
             named.add(token_id)
     return weights[1:]
 
 
-def batches(tokenizer, seed: int, steps: int):
+def batches(tokenizer, seed: int, plan: Round):
     """Yields (ids [rows, tokens + 1], positions [rows, tokens], weights of the targets [rows,
-    tokens]), `steps` times."""
+    tokens]), once a step."""
     import torch
 
     eos = tokenizer.token_to_id(EOS)
-    encoded = [tokenizer.encode(f" {word}").ids for word in carried_words()]
-    carried = {ids[0] for ids in encoded if len(ids) == 1}
+    weight_of = {}
+    for word in carried_words():
+        ids = tokenizer.encode(f" {word}").ids
+        if len(ids) == 1:
+            weight_of[ids[0]] = plan.trait_weight if word in TRAITS else plan.word_weight
     told, drilled, rng = story_texts(seed, False), drills(seed), random.Random(seed)
-    for step in range(steps):
-        if step < steps * DRILL_SHARE:
+    for step in range(plan.steps):
+        last = step >= plan.steps * (1 - LAST_SHARE)
+        full = rng.random() < FULL_SHARE if plan.mixed else last
+        if step < plan.steps * plan.drill_share:
             source, (rows, tokens), places = drilled, DRILL_ROWS, range(1024 - DRILL_ROWS[1])
-            weight = COMES_BACK_WEIGHT
-        elif step < steps * (1 - FULL_SHARE):
-            source, (rows, tokens), places = told, SHORT_ROWS, SHORT_STARTS
-            weight = COMES_BACK_WEIGHT
-        else:
+        elif full:
             source, (rows, tokens), places = told, FULL_ROWS, (0,)
-            weight = 1.0
+        else:
+            source, (rows, tokens), places = told, SHORT_ROWS, SHORT_STARTS
+        weigh = {} if last else weight_of
         ids = [packed_row(source, tokenizer, tokens + 1, rng.random() < 0.5) for _ in range(rows)]
         starts = [[rng.choice(places)] for _ in range(rows)]
-        weights = [target_weights(row, carried, eos, weight) for row in ids]
+        weights = [target_weights(row, weigh, eos) for row in ids]
         positions = torch.tensor(starts) + torch.arange(tokens)
         yield torch.tensor(ids), positions, torch.tensor(weights)
 
@@ -1688,7 +1714,7 @@ class Muon:
             p.data.add_(x, alpha=-self.lr * scale * max(1, columns / rows) ** 0.5)
 
 
-def train(model, tokenizer, seed: int, steps: int, log=print) -> list[tuple[int, int, float]]:
+def train(model, tokenizer, seed: int, plan: Round, log=print) -> list[tuple[int, int, float]]:
     """Train in place. Returns (step, tokens seen, mean loss of the last 50 steps) as it went."""
     import torch
     import torch.nn.functional as F
@@ -1699,9 +1725,10 @@ def train(model, tokenizer, seed: int, steps: int, log=print) -> list[tuple[int,
     adam = torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0)
     curve, losses, tokens = [], [], 0
     model.train()
-    for step, (ids, positions, weights) in enumerate(batches(tokenizer, seed, steps), start=1):
+    steps = plan.steps
+    for step, (ids, positions, weights) in enumerate(batches(tokenizer, seed, plan), start=1):
         # Warm up for 50 steps, hold, and cool down to zero over the last 60 %.
-        scale = min(1.0, step / 50, (1 - step / (steps + 1)) / 0.6)
+        scale = plan.peak * min(1.0, step / 50, (1 - step / (steps + 1)) / 0.6)
         logits = model(ids[:, :-1], position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         ((loss * weights).sum() / weights.sum()).backward()
@@ -1813,7 +1840,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--evidence", type=Path, help="JSON file for the figures")
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps")
     parser.add_argument("--seed", type=int, default=20, help="of weights and stories")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
     build(parser.parse_args())
@@ -1830,7 +1857,11 @@ def build(args: argparse.Namespace, log=print) -> None:
     tokenizer = train_tokenizer(args.out, args.seed)
     model = new_model(args.seed)
     started, cpu_started = time.time(), time.process_time()
-    curve = train(model, tokenizer, args.seed + 1, args.steps, log)
+    curve = []
+    for number, plan in enumerate(ROUNDS, start=1):
+        plan = replace(plan, steps=max(1, round(plan.steps * args.scale)))
+        for step, tokens, loss in train(model, tokenizer, args.seed + number, plan, log):
+            curve.append((number, step, tokens, loss))
     wall, cpu = time.time() - started, time.process_time() - cpu_started
     model.config.activation_function = "gelu_new"
     model.save_pretrained(args.out)
@@ -1847,13 +1878,16 @@ def build(args: argparse.Namespace, log=print) -> None:
             "tokenizers": tokenizers.__version__,
         },
         "seed": args.seed,
-        "steps": args.steps,
+        "rounds": [asdict(plan) for plan in ROUNDS],
+        "scale": args.scale,
         "parameters": model.num_parameters(),
-        "tokens_seen": curve[-1][1],
+        "tokens_seen": sum(
+            max(row[2] for row in curve if row[0] == i + 1) for i in range(len(ROUNDS))
+        ),
         "wall_minutes": round(wall / 60, 1),
         "cpu_minutes": round(cpu / 60, 1),
         **evaluate(model, tokenizer, seed=args.seed + 1000),
-        "curve": {"columns": ["step", "tokens", "loss"], "rows": curve},
+        "curve": {"columns": ["round", "step", "tokens", "loss"], "rows": curve},
     }
     if args.evidence:
         args.evidence.parent.mkdir(parents=True, exist_ok=True)
