@@ -112,6 +112,27 @@ class TestGenerate:
         assert one == again
         assert one[1] != other[1]
 
+    def test_stop(self, run, texts):
+        story = texts[0].removeprefix(PROMPTS[0])
+        stop = story[5:7]
+        expected = PROMPTS[0] + story[: story.index(stop)]
+        assert run("generate", PROMPTS[0], *GREEDY, "--stop", stop) == (0, expected + "\n", "")
+        _, out, _ = run("generate", PROMPTS[0], *GREEDY, f"--stop={stop}", "--stop=@@@", "--json")
+        record = json.loads(out)
+        assert (record["finish_reason"], record["stop_reason"]) == ("stop", stop)
+
+    def test_several_continuations(self, run, folder):
+        drawn = ("--max-tokens", "12", "--temperature", "1.5", "--top-p", "0.9", "--top-k", "40")
+        params = SamplingParams(n=3, max_tokens=12, temperature=1.5, top_p=0.9, top_k=40)
+        llm = LLM(folder, device="cpu", num_gpu_blocks_override=100)
+        outputs = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+        texts = [o.prompt + completion.text for o in outputs for completion in o.outputs]
+        command = ("generate", *PROMPTS[:2], *drawn, "--n", "3")
+        assert run(*command) == (0, "\n\n".join(texts) + "\n", "")
+        records = [json.loads(line) for line in run(*command, "--json")[1].splitlines()]
+        assert [record["prompt"] + record["text"] for record in records] == texts
+        assert [record["index"] for record in records] == [0, 1, 2] * 2
+
     def test_a_bad_prompt_among_good_ones(self, run, texts):
         """The good ones are served; the bad one is a line on standard error and the status."""
         status, out, err = run("generate", PROMPTS[0], "", PROMPTS[1], *GREEDY)
@@ -208,6 +229,10 @@ BAD_INPUT = [
     (["generate", "a", "--max-tokens", "0"], "max_tokens must be"),
     (["generate", "a", "--max-tokens", "1.5"], "invalid int value: '1.5'"),
     (["generate", "a", "--seed", str(2**64)], "seed must be"),
+    (["generate", "a", "--top-p", "0"], "top_p must be"),
+    (["trace", "a", "--top-k", "-2"], "top_k must be"),
+    (["generate", "a", "--n", "0"], "n must be"),
+    (["generate", "a", "--stop", ""], "stop must be"),
     (["generate", "a", "--block-size", "0"], "block_size must be"),
     (["generate", "a", "--num-gpu-blocks-override", "1"], "num_gpu_blocks_override must be"),
     (["generate", "a", "--max-model-len", "100000"], "max_model_len must be"),

@@ -8,10 +8,14 @@ from dataclasses import replace
 import numba
 import pytest
 import torch
-from babbler import EOS, make_babbler
+from babbler import EOS, make_babbler, train_backend
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, MockModelRunner, SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine import Engine
 from tinyvllm.gpt2 import ModelLoadError
+from tinyvllm.llm import DeltaStream, OutputProcessor, make_request
+from tinyvllm.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
@@ -238,6 +242,356 @@ class TestStream:
         expected = [output.outputs for output in generate(llm, PROMPTS)]
         for _ in llm.stream("a fox", GREEDY):
             assert [output.outputs for output in generate(llm, PROMPTS)] == expected
+
+
+TOKENIZER = Tokenizer(train_backend())
+
+
+class Reciter(MockModelRunner):
+    """A model that says what it was told to say, whatever it is asked."""
+
+    def __init__(self, token_ids, max_model_len=100):
+        super().__init__(TOKENIZER.vocab_size, max_model_len=max_model_len)
+        self.token_ids = token_ids
+
+    def next_token(self, token_ids):
+        return self.token_ids[len(token_ids) - 1]  # the prompt has one token
+
+    def _answer(self, context):
+        return self.next_token(context[:, 0].tolist())
+
+
+def recite(token_ids, params, abort_after=None, max_model_len=100):
+    """Each piece of a stream of the text, and the output at its end."""
+    engine = Engine(
+        EngineConfig(max_model_len=max_model_len), Reciter(token_ids, max_model_len), EOS
+    )
+    processor, stream = OutputProcessor(engine, TOKENIZER), DeltaStream(params.n)
+    processor.add_request(make_request(TOKENIZER, [1], params, "one"), "inbox")
+    pieces, output = [], None
+    while engine.has_unfinished_requests():
+        news = processor.step()
+        if engine.num_steps == abort_after:
+            news = [processor.abort("one")]
+        for inbox, output in news:
+            assert inbox == "inbox"
+            pieces.append(stream.delta(output))
+    assert processor.step() == [] and not processor.inboxes and not processor.texts
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    engine.check_invariants()
+    for completion in output.outputs:
+        parts = [c for piece in pieces for c in piece.outputs if c.index == completion.index]
+        assert "".join(part.text for part in parts) == completion.text
+        ids = [token_id for part in parts for token_id in part.token_ids]
+        assert ids == completion.token_ids
+        reasons = [(part.finish_reason, part.stop_reason) for part in parts]
+        assert reasons == [(None, None)] * (len(parts) - 1) + [
+            (completion.finish_reason, completion.stop_reason)
+        ]
+    return pieces, output
+
+
+FOX = TOKENIZER.encode("Pip the fox waved.")
+DOT = TOKENIZER.encode(".")[0]
+assert FOX[-1] == DOT and len(FOX) > 5
+ENDED, CUT = [*FOX, EOS, *FOX], FOX + FOX
+
+# what ends it: (tokens, parameters, settings) -> (finish reason, stop reason, text)
+ENDS = {
+    "EOS": (ENDED, {}, {}, ("stop", None, "Pip the fox waved.")),
+    "stop token": (CUT, {"stop_token_ids": [DOT]}, {}, ("stop", DOT, "Pip the fox waved")),
+    "stop string": (CUT, {"stop": " fox"}, {}, ("stop", " fox", "Pip the")),
+    "max_tokens": (CUT, {"max_tokens": len(FOX)}, {}, ("length", None, "Pip the fox waved.")),
+    "max_model_len": (
+        CUT,
+        {"max_tokens": None},
+        {"max_model_len": len(FOX) + 1},
+        ("length", None, "Pip the fox waved."),
+    ),
+    "abort": (CUT, {}, {"abort_after": len(FOX)}, ("abort", None, "Pip the fox waved.")),
+    # two at once
+    "stop string with the last token that is allowed": (
+        CUT,
+        {"stop": ".", "max_tokens": len(FOX)},
+        {},
+        ("stop", ".", "Pip the fox waved"),
+    ),
+    "stop string with the last position of the model": (
+        CUT,
+        {"stop": "d.", "max_tokens": None},
+        {"max_model_len": len(FOX) + 1},
+        ("stop", "d.", "Pip the fox wave"),
+    ),
+    "EOS as the last token that is allowed": (
+        ENDED,
+        {"max_tokens": len(FOX) + 1},
+        {},
+        ("stop", None, "Pip the fox waved."),
+    ),
+    "stop token as the last token that is allowed": (
+        CUT,
+        {"stop_token_ids": [DOT], "max_tokens": len(FOX)},
+        {},
+        ("stop", DOT, "Pip the fox waved"),
+    ),
+    "EOS while a stop string may be coming": (
+        ENDED,
+        {"stop": ". The end"},
+        {},
+        ("stop", None, "Pip the fox waved."),
+    ),
+    "length while a stop string may be coming": (
+        CUT,
+        {"stop": ". The end", "max_tokens": len(FOX)},
+        {},
+        ("length", None, "Pip the fox waved."),
+    ),
+    "abort while a stop string may be coming": (
+        CUT,
+        {"stop": ". The end"},
+        {"abort_after": len(FOX)},
+        ("abort", None, "Pip the fox waved."),
+    ),
+    "stop token that completes a stop string": (
+        CUT,
+        {"stop": "d.", "stop_token_ids": [DOT]},
+        {},
+        ("stop", DOT, "Pip the fox waved"),
+    ),
+    "the same, included in the text": (
+        CUT,
+        {"stop": "d.", "stop_token_ids": [DOT], "include_stop_str_in_output": True},
+        {},
+        ("stop", "d.", "Pip the fox waved."),
+    ),
+    "EOS among the stop tokens": (
+        ENDED,
+        {"stop_token_ids": [EOS]},
+        {},
+        ("stop", None, "Pip the fox waved."),
+    ),
+    "EOS among the stop tokens, but ignored as EOS": (
+        ENDED,
+        {"stop_token_ids": [EOS], "ignore_eos": True},
+        {},
+        ("stop", EOS, "Pip the fox waved."),
+    ),
+    "stop string in the first token": (CUT, {"stop": "P"}, {}, ("stop", "P", "")),
+    "first of two stop strings": (CUT, {"stop": ["fox", "the"]}, {}, ("stop", "the", "Pip ")),
+    "stop string after min_tokens": (
+        CUT,
+        {"stop": ".", "min_tokens": len(FOX)},
+        {},
+        ("stop", ".", "Pip the fox waved.Pip the fox waved"),
+    ),
+    "stop string that begins before min_tokens": (
+        CUT,
+        {"stop": "d.", "min_tokens": len(FOX) - 1},
+        {},
+        ("stop", "d.", "Pip the fox wave"),
+    ),
+}
+
+
+class TestEnds:
+    @pytest.mark.parametrize("name", ENDS)
+    def test_finish_reason_and_stop_reason(self, name):
+        token_ids, params, settings, expected = ENDS[name]
+        params = SamplingParams(**{"max_tokens": 60, **params})
+        _, output = recite(token_ids, params, **settings)
+        (completion,) = output.outputs
+        reasons = completion.finish_reason, completion.stop_reason
+        assert output.finished and (*reasons, completion.text) == expected
+
+    @pytest.mark.parametrize("name", [name for name in ENDS if "stop" in ENDS[name][1]])
+    def test_no_piece_shows_a_stop_string_or_its_beginning(self, name):
+        token_ids, params, settings, (_, _, text) = ENDS[name]
+        pieces, _ = recite(token_ids, SamplingParams(**{"max_tokens": 60, **params}), **settings)
+        shown = ""
+        for piece in pieces:
+            shown += piece.outputs[0].text
+            assert text.startswith(shown)
+
+    def test_steps_end_with_the_stop_string(self):
+        """The engine makes no step more, and the tokens stay as they were sampled."""
+        _, output = recite(CUT, SamplingParams(stop="fox", max_tokens=60))
+        text = TOKENIZER.decode(output.outputs[0].token_ids)
+        assert "fox" in text and "fox" not in TOKENIZER.decode(output.outputs[0].token_ids[:-1])
+
+    def test_one_continuation_of_several_is_ended(self, llm):
+        """Its neighbours go on, and the request is finished with the last of them."""
+        free = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+        texts = [completion.text for completion in generate(llm, "a fox", free)[0].outputs]
+        stop = texts[1][8]
+        (output,) = generate(llm, "a fox", replace(free, stop=stop))
+        assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+        for text, completion in zip(texts, output.outputs, strict=True):
+            ended = stop in text
+            assert completion.text == text.split(stop)[0]
+            assert completion.stop_reason == (stop if ended else None)
+            assert completion.finish_reason == ("stop" if ended else "length")
+        assert len({len(completion.token_ids) for completion in output.outputs}) > 1
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_streams_with_stop_strings_add_up(self, llm, n):
+        params = SamplingParams(temperature=1.5, max_tokens=40, seed=3, n=n, ignore_eos=True)
+        for output in generate(llm, PROMPTS, params):
+            text = output.outputs[0].text
+            stops = [text[12:14], text[9:17], "\ufffd\ufffd\ufffd\ufffd"]
+            ending = replace(params, stop=[stop for stop in stops if stop])
+            shown = [""] * n
+            for piece in llm.stream(output.prompt, ending):
+                for completion in piece.outputs:
+                    shown[completion.index] += completion.text
+            (whole,) = generate(llm, output.prompt, ending)
+            assert shown == [completion.text for completion in whole.outputs]
+            assert whole.outputs[0].finish_reason == "stop"
+
+    def test_min_tokens_with_eos_and_stop_tokens(self, llm):
+        """They are not generated before; the sampler sees to it."""
+        (free,) = generate(llm, "a fox", SamplingParams(temperature=0, max_tokens=30))
+        stop = free.outputs[0].token_ids[2]
+        params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop], min_tokens=8)
+        (output,) = generate(llm, "a fox", params)
+        ids = output.outputs[0].token_ids
+        assert len(ids) >= 8 and not {stop, EOS} & set(ids[:8])
+        (short,) = generate(llm, "a fox", replace(params, min_tokens=0))
+        assert short.outputs[0].token_ids == free.outputs[0].token_ids[:3]
+
+
+class TestBadWords:
+    def test_never_generated(self, llm):
+        (free,) = generate(llm, "Once upon", DRAWN)
+        words = [llm.tokenizer.decode([i]) for i in free.outputs[0].token_ids[:6]]
+        words = [word for word in words if word.strip() and "\ufffd" not in word]
+        params = replace(DRAWN, bad_words=words)
+        (output,) = generate(llm, "Once upon", params)
+        assert words and not any(word in output.outputs[0].text for word in words)
+        assert output.outputs[0].token_ids != free.outputs[0].token_ids
+
+    def test_a_word_without_tokens_is_an_error_of_the_call(self, llm):
+        with pytest.raises(ValueError, match=r"bad_words must be .* got ' '"):
+            generate(llm, "a fox", SamplingParams(bad_words=["fine", " "]))
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """Log-probabilities `[T, V]` of what follows each token, by transformers."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+
+    def logprobs(token_ids):
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+class TestLogprobs:
+    def check(self, entries, scores, token_id, k):
+        """One place: the token itself and the k likeliest, with their ranks; ties either way."""
+        likeliest = scores.topk(k).values[-1].item() if k else 0.0
+        assert token_id in entries and k <= len(entries) <= k + 1
+        for i, entry in entries.items():
+            score = scores[i].item()
+            assert i == token_id or score >= likeliest - 1e-4
+            assert entry.logprob == pytest.approx(score, abs=1e-4)
+            assert (scores > score + 1e-4).sum() < entry.rank <= (scores > score - 1e-4).sum()
+
+    @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}])
+    def test_equal_to_transformers(self, folder, reference, settings):
+        """Cold, then warm with the prompts' blocks in the cache; whole, and in chunks."""
+        llm = LLM(folder, device="cpu", num_gpu_blocks_override=60, block_size=4, **settings)
+        drawn = SamplingParams(n=2, temperature=1.2, seed=1, max_tokens=9, ignore_eos=True)
+        for k, num_prompt in [(3, 2), (0, 0), (-1, None), (None, 1), (2, -1)]:
+            params = replace(drawn, logprobs=k, prompt_logprobs=num_prompt)
+            for output in generate(llm, PROMPTS, params):
+                prompt_ids = output.prompt_token_ids
+                if num_prompt is None:
+                    assert output.prompt_logprobs is None
+                else:
+                    scores = reference(prompt_ids)
+                    many = len(scores[0]) if num_prompt == -1 else num_prompt
+                    assert output.prompt_logprobs[0] is None
+                    assert len(output.prompt_logprobs) == len(prompt_ids)
+                    for i, token_id in enumerate(prompt_ids[1:], start=1):
+                        self.check(output.prompt_logprobs[i], scores[i - 1], token_id, many)
+                for completion in output.outputs:
+                    if k is None:
+                        assert completion.logprobs is completion.cumulative_logprob is None
+                        continue
+                    ids = completion.token_ids
+                    scores = reference(prompt_ids + ids)[len(prompt_ids) - 1 :]
+                    assert len(completion.logprobs) == len(ids)
+                    for entries, row, token_id in zip(
+                        completion.logprobs, scores, ids, strict=False
+                    ):
+                        self.check(entries, row, token_id, len(row) if k == -1 else k)
+                    total = sum(row[i].item() for row, i in zip(scores, ids, strict=False))
+                    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+    def test_decoded_tokens_add_up_to_the_text(self, llm):
+        params = replace(DRAWN, logprobs=2, prompt_logprobs=1)
+        for output in generate(llm, PROMPTS, params):
+            joined = [
+                entries[i].decoded_token
+                for entries, i in zip(
+                    output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
+                )
+            ]
+            assert output.prompt.endswith("".join(joined))
+            (completion,) = output.outputs
+            joined = "".join(
+                entries[i].decoded_token
+                for entries, i in zip(completion.logprobs, completion.token_ids, strict=True)
+            )
+            assert completion.text.startswith(joined.replace("<|endoftext|>", ""))
+
+    def test_pieces_hold_the_new_entries_only(self, llm):
+        params = SamplingParams(
+            n=2, temperature=0.9, seed=1, max_tokens=8, logprobs=1, prompt_logprobs=0
+        )
+        (whole,) = generate(llm, "Once upon a time", params)
+        logprobs, prompt_logprobs = [[], []], []
+        for piece in llm.stream("Once upon a time", params):
+            prompt_logprobs += piece.prompt_logprobs
+            for completion in piece.outputs:
+                assert len(completion.logprobs) == len(completion.token_ids)
+                logprobs[completion.index] += completion.logprobs
+                last = completion.cumulative_logprob
+        assert logprobs == [completion.logprobs for completion in whole.outputs]
+        assert prompt_logprobs == whole.prompt_logprobs
+        assert last == whole.outputs[-1].cumulative_logprob
+
+    def test_without_detokenizing_there_is_no_text(self, llm):
+        params = SamplingParams(max_tokens=3, logprobs=1, detokenize=False, ignore_eos=True)
+        (output,) = generate(llm, "a fox", params)
+        decoded = [e.decoded_token for d in output.outputs[0].logprobs for e in d.values()]
+        assert len(output.outputs[0].logprobs) == 3 and set(decoded) == {None}
+
+
+class TestSeveralContinuations:
+    def test_share_the_blocks_of_the_prompt(self, folder):
+        """The first computes the prompt, the others find its whole blocks in the cache."""
+        llm = LLM(folder, device="cpu", num_gpu_blocks_override=60, block_size=4)
+        prompt = llm.tokenizer.encode("Once upon a time there was a fox named Pip.")
+        events = []
+        llm.engine.observers.append(events.append)
+        params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=5, ignore_eos=True)
+        (output,) = generate(llm, prompt, params)
+        shared = (len(prompt) - 1) // 4 * 4
+        assert events[0].hits == {f"{i}_0": 0 if i == 0 else shared for i in range(4)}
+        assert llm.engine.scheduler.prefix_cache_stats.num_hit == 3 * shared > 0
+        tables = list(events[0].block_ids.values())
+        assert len({tuple(table[: shared // 4]) for table in tables}) == 1
+        assert output.num_cached_tokens == 0  # the request as a whole found nothing
+
+    def test_abort_ends_them_all(self, llm):
+        params = SamplingParams(n=4, temperature=1.0, max_tokens=50, ignore_eos=True)
+        for piece in llm.stream("a fox", params):
+            if len(piece.outputs) == 4:
+                break
 
 
 class TestLeaving:

@@ -50,8 +50,16 @@ def make_parser() -> argparse.ArgumentParser:
         "the other, the first unfinished one as it grows.",
     )
     generate.set_defaults(run=run_generate)
-    generate.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    generate.add_argument(
+        "--json", action="store_true", help="print one JSON object per continuation"
+    )
     generate.add_argument("--stats", action="store_true", help="end with a line of figures")
+    generate.add_argument(
+        "--n", type=int, metavar="N", default=1, help="continuations of each prompt (default: 1)"
+    )
+    generate.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
 
     trace = commands.add_parser(
         "trace",
@@ -81,6 +89,16 @@ def make_parser() -> argparse.ArgumentParser:
             metavar="X",
             default=temperature,
             help="0 takes the likeliest token (default: %(default)s)",
+        )
+        command.add_argument(
+            "--top-p",
+            type=float,
+            metavar="X",
+            default=1.0,
+            help="draw from the likeliest tokens that together have this probability",
+        )
+        command.add_argument(
+            "--top-k", type=int, metavar="N", default=0, help="draw from the N likeliest tokens"
         )
         command.add_argument(
             "--seed",
@@ -128,7 +146,14 @@ def load(args: argparse.Namespace):
             engine_args[name] = getattr(args, name)
     try:
         # First what is checked at once; PyTorch takes a second or two to import.
-        params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
+        params = SamplingParams(
+            n=getattr(args, "n", 1),
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            stop=getattr(args, "stop", None),
+        )
         from tinyvllm.llm import LLM
 
         return LLM(args.model, **engine_args), params
@@ -219,34 +244,38 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def tell_stories(llm, prompts: list[str], params) -> int:
     """Print the stories as they grow; returns how many prompts were refused."""
-    printer = StoryPrinter(prompts)
+    printer = StoryPrinter([prompt for prompt in prompts for _ in range(params.n)])
     num_failed = 0
     for output in llm.stream(prompts, params):
         i = int(output.request_id)  # a new LLM counts its requests from 0
         if output.error is None:
             for piece in output.outputs:
-                printer.add(i, piece.text, output.finished)
+                printer.add(i * params.n + piece.index, piece.text, piece.finished)
         else:
             report(i, output.error)
-            printer.skip(i)
+            for index in range(params.n):
+                printer.skip(i * params.n + index)
             num_failed += 1
     return num_failed
 
 
 def tell_json(llm, prompts: list[str], params) -> int:
-    """Print one JSON object per prompt, in order; returns how many prompts were refused."""
+    """Print one JSON object per continuation, in order; returns how many prompts were refused."""
     num_failed = 0
     for i, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
         record = {"prompt": output.prompt, "error": output.error}
-        for completion in output.outputs:
-            record["text"] = completion.text
-            record["token_ids"] = completion.token_ids
-            record["finish_reason"] = completion.finish_reason
-            record["num_cached_tokens"] = output.num_cached_tokens
         if output.error is not None:
             report(i, output.error)
             num_failed += 1
-        print(json.dumps(record), flush=True)
+            print(json.dumps(record), flush=True)
+        for completion in output.outputs:
+            record["index"] = completion.index
+            record["text"] = completion.text
+            record["token_ids"] = completion.token_ids
+            record["finish_reason"] = completion.finish_reason
+            record["stop_reason"] = completion.stop_reason
+            record["num_cached_tokens"] = output.num_cached_tokens
+            print(json.dumps(record), flush=True)
     return num_failed
 
 
