@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -296,6 +297,80 @@ def test_broken_pipe_ends_cleanly():
     process.stdout.close()
     assert process.wait(timeout=120) == 141
     assert process.stderr.read() == b""
+
+
+FULL = Path("/dev/full")  # a device on which there is never any space
+
+
+class TestStreams:
+    """Standard streams that are closed, full, or cannot hold every character."""
+
+    @pytest.mark.parametrize(
+        "encoding, shown", [("ascii", "\\xe9 \\u65e5"), ("latin-1", "é \\u65e5")]
+    )
+    @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+    def test_what_the_encoding_lacks_is_escaped(self, run, monkeypatch, encoding, shown, errors):
+        binary = io.BytesIO()
+        stdout = io.TextIOWrapper(binary, encoding, errors)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run("generate", "é 日", *GREEDY) == (0, "", "")
+        assert binary.getvalue().decode(encoding).startswith(shown)
+
+    def test_the_users_own_way_with_characters_is_kept(self, run, monkeypatch):
+        binary = io.BytesIO()
+        stdout = io.TextIOWrapper(binary, "ascii", "replace")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run("generate", "é", *GREEDY) == (0, "", "")
+        assert binary.getvalue().startswith(b"?")
+
+    def test_errors_stay_out_of_the_json(self, run, monkeypatch):
+        monkeypatch.setattr(sys, "stderr", None)
+        status, out, _ = run("generate", "", PROMPTS[0], *GREEDY, "--json", "--stats")
+        assert status == 2
+        bad, good, stats = (json.loads(line) for line in out.splitlines())
+        assert bad["error"] and good["error"] is None and stats["stats"]["requests"] == 2
+
+    @pytest.mark.parametrize("argv", [("generate", ""), ("generate", "a", "--seed=x"), ("tell",)])
+    def test_without_standard_error_the_status_tells(self, run, monkeypatch, argv):
+        monkeypatch.setattr(sys, "stderr", None)
+        assert run(*argv)[:2] == (2, "")
+
+    @pytest.mark.parametrize("argv", [("generate", "a"), ("trace", "a"), ("--help",)])
+    def test_standard_output_is_closed(self, run, monkeypatch, argv):
+        monkeypatch.setattr(sys, "stdout", None)
+        assert run(*argv) == (2, "", "tinyvllm: standard output is closed\n")
+
+    @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+    @pytest.mark.parametrize(
+        "argv", [("generate", "a"), ("generate", "a", "--json"), ("trace", "a"), ("--help",)]
+    )
+    def test_standard_output_is_full(self, run, monkeypatch, argv):
+        with FULL.open("w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            status, _, err = run(*argv)
+        assert (status, err) == (1, "tinyvllm: [Errno 28] No space left on device\n")
+
+    @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+    def test_standard_error_is_full(self, run, monkeypatch, texts):
+        with FULL.open("w") as full:
+            monkeypatch.setattr(sys, "stderr", full)
+            status, out, _ = run("generate", "", PROMPTS[0], *GREEDY)
+        assert (status, out) == (2, texts[0] + "\n")
+
+    def test_standard_input_cannot_be_read(self, capsys, monkeypatch, tmp_path):
+        descriptor = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+        with open(descriptor) as stdin:  # text to read, says Python; the system knows better
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert main(["generate"]) == 2
+        expected = "tinyvllm: standard input cannot be read: Bad file descriptor\n"
+        assert capsys.readouterr().err == expected
+
+    @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+    def test_nothing_is_left_for_python_to_complain_about_at_exit(self):
+        command = [sys.executable, "-m", "tinyvllm", "generate", "a", "--max-tokens", "3"]
+        with FULL.open("w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
 
 
 class TestScripts:

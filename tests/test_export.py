@@ -8,7 +8,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from book.tools.export import ROOT, export
+from book.tools.export import ROOT, ExportError, export, read_chapter
+from book.tools.new import new
 
 PROMISE = "# Title\n\nDecides what runs\nin the next step.\n\nMore prose."
 
@@ -298,6 +299,61 @@ def test_error_promise(root, first, capsys):
     chapter(root, "01_request", "A = 1", first=first)
     assert export([], check=False, root=root) == 1
     assert "first cell: " in capsys.readouterr().err
+
+
+NO_NOTEBOOK = {
+    "text": b"print('hello')",
+    "empty": b"",
+    "half": b'{"cells": [',
+    "bytes": b"\x80\xff\x00",
+    "list": b"[]",
+    "object": b"{}",
+    "null": b"null",
+    "no-cells": b'{"metadata": {}, "nbformat": 4, "nbformat_minor": 5}',
+    "cells": b'{"cells": [7], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}',
+    "cell": b'{"cells": [{"id": "a"}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}',
+    "version": b'{"cells": [], "metadata": {}, "nbformat": "four", "nbformat_minor": 5}',
+}
+
+
+@pytest.mark.parametrize("case", NO_NOTEBOOK)
+def test_error_no_notebook(root, case, capsys):
+    bad = root / "notebooks/01_request.ipynb"
+    bad.write_bytes(NO_NOTEBOOK[case])
+    chapter(root, "05_kv_cache", "Z = 1")
+    with pytest.raises(ExportError, match=r"^01_request\.ipynb: cannot be read as a notebook: "):
+        read_chapter(bad)
+    capsys.readouterr()
+    assert export([], check=False, root=root) == 1
+    assert "01_request.ipynb: cannot be read as a notebook: " in capsys.readouterr().err
+    assert exported(root, "kv_cache").endswith("Z = 1\n")  # the others go on
+
+
+def test_error_a_folder_is_no_notebook(root, capsys):
+    (root / "notebooks/01_request.ipynb").mkdir()
+    assert export([], check=True, root=root) == 1
+    assert "01_request.ipynb: cannot be read as a notebook: IsADirectory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("12_class", "class is a word of Python"),
+        ("12_import", "import is a word of Python"),
+        ("12_my-name", "must look like 04_block_pool"),
+        ("12_Name", "must look like 04_block_pool"),
+        ("12_cli", "cli is a module that no chapter is named after"),
+        ("12_config", "config is a module that no chapter is named after"),
+    ],
+)
+def test_error_name_that_no_module_can_have(root, name, words, capsys):
+    with pytest.raises(ExportError, match=words):
+        new(name, root)
+    assert list((root / "notebooks").iterdir()) == []
+    chapter(root, name, "A = 1")
+    assert export([], check=False, root=root) == 1
+    assert words in capsys.readouterr().err
+    assert list((root / "tinyvllm").iterdir()) == []
 
 
 def test_error_name_in_two_chapters(root, capsys):

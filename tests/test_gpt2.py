@@ -187,7 +187,13 @@ def test_the_loaded_model_does_not_need_its_file(hf, folder):
         ({"model_type": "llama"}, "model_type must be 'gpt2', got 'llama'"),
         ({"activation_function": "softplus7"}, "activation_function must be one of gelu_new"),
         ({"n_head": 5}, r"n_embd \(12\) must be a multiple of n_head \(5\)"),
-        ({"n_layer": 0}, "n_layer must be an integer >= 1, got 0"),
+        ({"activation_function": ["a"]}, r"activation_function must be one of .*got \['a'\]"),
+        ({"activation_function": {"a": 1}}, "activation_function must be one of"),
+        ({"activation_function": None}, "activation_function must be one of"),
+        ({"model_type": ["gpt2"]}, r"model_type must be 'gpt2', got \['gpt2'\]"),
+        ({"n_layer": 0}, "n_layer must be an integer from 1 to 10000, got 0"),
+        # As long as it takes to list their tensors, if nobody stops it.
+        ({"n_layer": 10**9}, "n_layer must be an integer from 1 to 10000, got 1000000000"),
         ({"n_embd": "wide"}, "n_embd must be an integer >= 1, got 'wide'"),
         ({"n_inner": -1}, "n_inner must be an integer >= 1, got -1"),
         ({"eos_token_id": [1, 2]}, "eos_token_id"),
@@ -212,6 +218,59 @@ def test_missing_and_broken_config(folder):
         load_model(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"config\.json: no such file"):
+        load_model(folder)
+
+
+NO_OBJECT = {
+    "list": b"[]",
+    "null": b"null",
+    "number": b"3",
+    "empty": b"",
+    "half": b'{"a": ',
+    "deep": b"[" * 100_000,
+    "bytes": b"\x80\xff",
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("case", [*NO_OBJECT, "folder"])
+def test_json_files_that_hold_no_object(folder, name, case):
+    if name != "config.json":
+        (folder / "model.safetensors").unlink()
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.mkdir() if case == "folder" else path.write_bytes(NO_OBJECT[case])
+    with pytest.raises(ModelLoadError, match=f"^{path}: "):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        {"weight_map": None},
+        {"weight_map": []},
+        {"weight_map": {}},
+        {"weight_map": {"a": 1}},
+        {"weight_map": {"a": ["x"]}},
+        {"weight_map": {"a": "x", "b": None}},
+    ],
+)
+def test_an_index_without_a_map_of_shards(folder, weights, index):
+    (folder / "model.safetensors").unlink()
+    path = folder / f"{weights}.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=f"^{path}: weight_map must map tensor names"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("shard", ["", ".", "..", "nowhere", "a\0b", "\ud800", "x" * 5000])
+def test_an_index_that_lists_no_file(folder, shard):
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"wte.weight": shard}}))
+    with pytest.raises(ModelLoadError, match=f"missing, but {index.name} lists it"):
         load_model(folder)
 
 
@@ -274,6 +333,39 @@ def test_a_bin_file_of_something_else(hf, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("transformer.h.0.ln_1.weight", 3, "'transformer.h.0.ln_1.weight' is a int; expected a te"),
+        ("more", {"wte.weight": torch.ones(2)}, "'more' is a dict; expected a tensor with a name"),
+        (3, torch.zeros(1), "3 is a Tensor; expected a tensor with a name"),
+        (None, None, "None is a NoneType; expected a tensor with a name"),
+        ("wte.weight", torch.ones(29, 12).to_sparse(), "'wte.weight' is not a plain array"),
+        ("wte.weight", torch.ones(29, 12, device="meta"), "'wte.weight' is not a plain array"),
+        ("wte.weight", torch.ones(29, 12, dtype=torch.int8), "'wte.weight' holds torch.int8, not"),
+        ("wte.weight", torch.ones(29, 12, dtype=torch.cfloat), "'wte.weight' holds torch.complex"),
+        ("wte.weight", torch.tensor(1.0), r"'wte.weight' has shape \[\], config.json asks for"),
+        ("lm_head.weight", torch.ones(29, 12).to_sparse(), "'lm_head.weight' is not a plain array"),
+        ("lm_head.weight", torch.ones(29, 12).half(), "'lm_head.weight' differs from 'wte.weight'"),
+        ("lm_head.weight", torch.ones(3, 12), r"'lm_head.weight' has shape \[3, 12\]"),
+    ],
+)
+def test_entries_of_a_bin_file_that_are_no_weights(hf, tmp_path, name, value, message):
+    save_bin(hf, tmp_path, prefix=False)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(torch.load(path) | {name: value}, path)
+    with pytest.raises(ModelLoadError, match=f"^{path}: (tensor )?{message}"):
+        load_model(tmp_path)
+
+
+def test_a_tied_head_stored_in_another_dtype(hf, tmp_path):
+    save_bin(hf, tmp_path, prefix=False)
+    path = tmp_path / "pytorch_model.bin"
+    tensors = torch.load(path)
+    torch.save(tensors | {"lm_head.weight": tensors["wte.weight"].double()}, path)
+    assert_same(load_model(tmp_path), hf)
+
+
 def test_no_weights_and_no_folder(folder, tmp_path, monkeypatch):
     (folder / "model.safetensors").unlink()
     with pytest.raises(
@@ -282,19 +374,23 @@ def test_no_weights_and_no_folder(folder, tmp_path, monkeypatch):
         load_model(folder)
     with pytest.raises(ModelLoadError, match="no such folder"):
         load_model(tmp_path / "nowhere" / "else")
+    with pytest.raises(ModelLoadError, match="no such folder"):
+        load_model("~nobody-of-that-name/model")
     with pytest.raises(ModelLoadError, match="a file; expected a model folder"):
         load_model(folder / "config.json")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("not a model!", "no-such-owner/no-such-model"):
+    for name in ("not a model!", "no-such-owner/no-such-model", "x" * 5000):
         with pytest.raises(ModelLoadError, match=f"{name}: neither a folder nor a model"):
             load_model(name)
 
 
 def test_device_and_dtype_errors(folder):
-    with pytest.raises(ValueError, match="dtype must be 'auto' or one of float32"):
-        load_model(folder, dtype="int8")
-    with pytest.raises(ValueError, match="device"):
-        load_model(folder, device="toaster")
+    for dtype in ("int8", ["float32"], None):
+        with pytest.raises(ValueError, match="dtype must be one of auto, float32"):
+            load_model(folder, dtype=dtype)
+    for device in ("toaster", ["cpu"]):
+        with pytest.raises(ValueError, match="device must be 'auto', 'cpu' or 'cuda'"):
+            load_model(folder, device=device)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             load_model(folder, device="cuda")

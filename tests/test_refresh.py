@@ -176,7 +176,19 @@ def test_new_chapter_is_valid_as_it_is(root):
     assert "not yet: the smallest of [3, 1, 2] is 1" in text
 
 
-@pytest.mark.parametrize("name", ["4_block_pool", "04-block", "04_Block", "04_", "04_config"])
+def test_a_file_that_is_no_notebook_is_named(root, capsys):
+    path = root / "notebooks/05_kv_cache.ipynb"
+    for expected in ("FileNotFoundError", "NotJSONError"):
+        assert run(path) == 1
+        assert f"05_kv_cache.ipynb: cannot be read as a notebook: {expected}" in (
+            capsys.readouterr().err
+        )
+        path.write_text("print('hello')")
+
+
+@pytest.mark.parametrize(
+    "name", ["4_block_pool", "04-block", "04_Block", "04_", "04_config", "04_class"]
+)
 def test_new_refuses_a_bad_name(root, name):
     with pytest.raises(ValueError):
         new(name, root)

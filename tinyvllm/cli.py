@@ -126,6 +126,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
         except UnicodeDecodeError as error:
             raise BadInput(f"standard input is not text: {error}") from error
+        except OSError as error:
+            raise BadInput(f"standard input cannot be read: {error.strerror}") from error
     if not prompts:
         raise BadInput("no prompt: give some as arguments, or on standard input, one a line")
     for i, prompt in enumerate(prompts):
@@ -224,9 +226,22 @@ class StoryPrinter:
             print("\n" if self.order else "", flush=True)
 
 
+def complain(message: str):
+    """One line on standard error. Where even that fails there is nobody left to tell."""
+    try:
+        print(f"tinyvllm: {message}", file=sys.stderr, flush=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream):
+    """Send the rest of a stream that cannot be written nowhere; Python flushes it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def report(i: int, error: str):
     """Say on standard error why the prompt at position `i` was not served."""
-    print(f"tinyvllm: prompt {i + 1}: {error}", file=sys.stderr, flush=True)
+    complain(f"prompt {i + 1}: {error}")
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -316,19 +331,41 @@ def run_trace(args: argparse.Namespace) -> int:
     return 2 if any(output.error is not None for output in outputs) else 0
 
 
+def prepare_streams():
+    """Make the standard streams take whatever we print; BadInput if there is no output at all.
+
+    A stream that was closed before we started is None, and `print` takes None for standard
+    output: without a standard error our errors would end up among the JSON.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process is)
+    if sys.stdout is None:
+        raise BadInput("standard output is closed")
+    # A story is worth more than its accents: what the encoding lacks is printed as \xe9.
+    if sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = make_parser().parse_args(argv)
     try:
-        status = args.run(args)
-        sys.stdout.flush()
-        return status
+        prepare_streams()
+        try:
+            args = make_parser().parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where an error is still caught; also after --help
     except BadInput as error:
-        print(f"tinyvllm: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     except KeyboardInterrupt:
-        print("\ntinyvllm: interrupted", file=sys.stderr)
+        print(file=sys.stderr)
+        complain("interrupted")
         return 130
     except BrokenPipeError:  # the reader has gone, as in `tinyvllm generate ... | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(sys.stdout)
         return 141
+    except OSError as error:  # the disk is full, or the like
+        complain(str(error))
+        discard(sys.stdout)
+        return 1

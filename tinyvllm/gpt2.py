@@ -4,6 +4,7 @@ Built, step by step, in notebooks/08_gpt2.ipynb.
 """
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.resources import files
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyvllm.config import DTYPES, check_choice
 from tinyvllm.request import check_flag, check_integer, check_real
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,8 +51,9 @@ class GPT2Config:
     eos_token_id: int | None = 50256
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+        for name in ("vocab_size", "n_positions", "n_embd", "n_head"):
             check_integer(name, getattr(self, name), 1)
+        check_integer("n_layer", self.n_layer, 1, 10_000)  # weight_shapes() lists them all
         if self.n_inner is not None:
             check_integer("n_inner", self.n_inner, 1)
         if self.eos_token_id is not None:
@@ -64,11 +67,7 @@ class GPT2Config:
             check_flag(name, getattr(self, name))
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd ({self.n_embd}) must be a multiple of n_head ({self.n_head})")
-        if self.activation_function not in ACTIVATIONS:
-            raise ValueError(
-                f"activation_function must be one of {', '.join(ACTIVATIONS)}; "
-                f"got {self.activation_function!r}"
-            )
+        check_choice("activation_function", self.activation_function, tuple(ACTIVATIONS))
 
     @property
     def head_size(self) -> int:
@@ -120,8 +119,6 @@ class GPT2Config:
     @classmethod
     def from_dict(cls, data: dict) -> "GPT2Config":
         """Read a parsed `config.json`; a model that is not GPT-2 raises `ValueError`."""
-        if not isinstance(data, dict):
-            raise ValueError(f"must be a JSON object, got a {type(data).__name__}")
         kind = data.get("model_type", "gpt2")
         if kind != "gpt2":
             raise ValueError(f"model_type must be 'gpt2', got {kind!r}")
@@ -136,16 +133,33 @@ class GPT2Config:
     def from_pretrained(cls, folder: Path) -> "GPT2Config":
         """Read `folder/config.json`; every problem is a `ModelLoadError` that names the file."""
         path = Path(folder) / "config.json"
+        data = read_json(path)
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ModelLoadError(f"{path}: no such file; is this a model folder?") from None
-        except ValueError as error:  # bad JSON, or a field out of range
+            return cls.from_dict(data)
+        except ValueError as error:  # a field is out of range
             raise ModelLoadError(f"{path}: {error}") from None
 
 
 class ModelLoadError(ValueError):
     """A checkpoint cannot be used; the message names the file and the tensor or field."""
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def read_json(path: Path) -> dict:
+    """Parse a file that holds one JSON object; a `ModelLoadError` names it if it does not."""
+    if not os.path.isfile(path):
+        raise ModelLoadError(f"{path}: no such file; is this a model folder?")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read as JSON: {first_line(error)}") from None
+    if not isinstance(data, dict):
+        raise ModelLoadError(f"{path}: must hold a JSON object, got a {type(data).__name__}")
+    return data
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -306,11 +320,6 @@ class GPT2:
 ASSETS = Path(str(files("tinyvllm"))) / "assets" / "tiny-gpt2"  # the model that ships with us
 
 
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 def find_model(name_or_path: str | Path | None) -> Path:
     """The folder of a model: the shipped one for None, a local folder, or one from the hub.
 
@@ -319,11 +328,12 @@ def find_model(name_or_path: str | Path | None) -> Path:
     """
     if name_or_path is None:
         return ASSETS
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    # os.path, since pathlib raises where the name is too long, or ~ a user that nobody is.
+    folder = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(folder):
         return folder
     name = str(name_or_path)
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelLoadError(f"{name}: a file; expected a model folder or a hub id")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise ModelLoadError(f"{name}: no such folder")
@@ -346,14 +356,6 @@ def download(name: str) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict:
-    """Parse a JSON file; a `ModelLoadError` names it when it is broken."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
-
-
 def weight_files(folder: Path, use_safetensors: bool = True) -> list[Path]:
     """The files that hold a checkpoint's tensors: one, or the shards that an index lists."""
     names = ["pytorch_model.bin"]
@@ -364,11 +366,15 @@ def weight_files(folder: Path, use_safetensors: bool = True) -> list[Path]:
         if single.exists():
             return [single]
         if index.exists():
-            shards = sorted(set(read_json(index).get("weight_map", {}).values()))
-            for shard in shards:
-                if not (folder / shard).exists():
-                    raise ModelLoadError(f"{folder / shard}: missing, but {index.name} lists it")
-            return [folder / shard for shard in shards]
+            weight_map = read_json(index).get("weight_map")
+            shards = list(weight_map.values()) if isinstance(weight_map, dict) else []
+            if not shards or not all(isinstance(shard, str) for shard in shards):
+                raise ModelLoadError(f"{index}: weight_map must map tensor names to file names")
+            paths = [folder / shard for shard in sorted(set(shards))]
+            for path in paths:
+                if not os.path.isfile(path):
+                    raise ModelLoadError(f"{path}: missing, but {index.name} lists it")
+            return paths
     raise ModelLoadError(f"{folder}: holds no weights; looked for {' and '.join(names)}")
 
 
@@ -386,7 +392,22 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
     if not isinstance(tensors, dict):
         raise ModelLoadError(f"{path}: holds a {type(tensors).__name__}, not named tensors")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise ModelLoadError(f"{path}: {name!r} is a {kind}; expected a tensor with a name")
     return tensors
+
+
+def tensor_problem(tensor: Tensor, shape: tuple[int, ...]) -> str | None:
+    """Why a tensor cannot be a weight of this shape, for the end of a sentence; or None."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+        return f"is not a plain array: {tensor.layout}, {tensor.device}"
+    if not tensor.is_floating_point():
+        return f"holds {tensor.dtype}, not floating-point numbers"
+    if tuple(tensor.shape) != shape:
+        return f"has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
+    return None
 
 
 def load_weights(folder: Path, config: GPT2Config, use_safetensors: bool = True) -> dict:
@@ -394,37 +415,36 @@ def load_weights(folder: Path, config: GPT2Config, use_safetensors: bool = True)
 
     The prefix `transformer.` is dropped; causal masks that old checkpoints carry
     (`attn.bias`, `attn.masked_bias`) are ignored. Anything else that is missing, unexpected or
-    of another shape is a `ModelLoadError` that names file and tensor.
+    of another shape or kind is a `ModelLoadError` that names file and tensor.
     """
-    expected, weights, head = config.weight_shapes(), {}, None
+    expected, weights = config.weight_shapes(), {}
+    # A tied head may be stored all the same; then it must be the embedding.
+    known = {"lm_head.weight": expected["wte.weight"], **expected}
     files = weight_files(folder, use_safetensors)
     for path in files:
         for stored_name, tensor in read_tensors(path).items():
             name = stored_name.removeprefix("transformer.")
             if name.endswith((".attn.bias", ".attn.masked_bias")):
                 continue
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                head = path, tensor
-                continue
-            if name not in expected:
+            if name not in known:
                 raise ModelLoadError(f"{path}: unexpected tensor {stored_name!r}")
-            if tuple(tensor.shape) != expected[name]:
-                raise ModelLoadError(
-                    f"{path}: tensor {stored_name!r} has shape {list(tensor.shape)}, "
-                    f"config.json asks for {list(expected[name])}"
-                )
+            problem = tensor_problem(tensor, known[name])
+            if problem:
+                raise ModelLoadError(f"{path}: tensor {stored_name!r} {problem}")
             weights[name] = tensor
+    where = files[0] if len(files) == 1 else f"{folder} ({len(files)} shards)"
     missing = [name for name in expected if name not in weights]
     if missing:
-        where = files[0] if len(files) == 1 else f"{folder} ({len(files)} shards)"
         raise ModelLoadError(
             f"{where}: tensor {missing[0]!r} is missing ({len(missing)} missing in all)"
         )
-    if head is not None and not torch.equal(head[1], weights["wte.weight"]):
-        raise ModelLoadError(
-            f"{head[0]}: tensor 'lm_head.weight' differs from 'wte.weight', but config.json "
-            "ties them; set tie_word_embeddings to false"
-        )
+    if config.tie_word_embeddings:
+        wte = weights["wte.weight"]
+        if not torch.equal(weights.pop("lm_head.weight", wte).to(wte.dtype), wte):
+            raise ModelLoadError(
+                f"{where}: tensor 'lm_head.weight' differs from 'wte.weight', but config.json "
+                "ties them; set tie_word_embeddings to false"
+            )
     return weights
 
 
@@ -434,7 +454,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         resolved = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', got {device!r}") from None
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but PyTorch finds no CUDA device")
@@ -445,11 +465,9 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     """`"auto"` is float32 on the CPU and a 16-bit type on a GPU: bfloat16 where it has it."""
     if isinstance(dtype, torch.dtype):
         return dtype
-    names = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype in names:
-        return names[dtype]
+    check_choice("dtype", dtype, DTYPES)
     if dtype != "auto":
-        raise ValueError(f"dtype must be 'auto' or one of {', '.join(names)}; got {dtype!r}")
+        return getattr(torch, dtype)
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

@@ -10,6 +10,7 @@ sorted by ruff) and the body of `class X(X):` moves into the first definition of
 import argparse
 import ast
 import difflib
+import keyword
 import re
 import subprocess
 import sys
@@ -90,6 +91,31 @@ def module_name(notebook: Path) -> str:
     return notebook.stem[3:]
 
 
+def check_name(name: str) -> None:
+    """An ExportError unless `NN_name` can be a chapter, and a module that can be imported."""
+    module = name[3:]
+    if not re.fullmatch(r"[0-9]{2}_[a-z][a-z0-9_]*", name):
+        raise ExportError(f"chapter name must look like 04_block_pool; found {name!r}")
+    if keyword.iskeyword(module):
+        raise ExportError(f"{name}: {module} is a word of Python; a module cannot be called so")
+    if module in HAND_WRITTEN | EXTRA_MODULES:
+        raise ExportError(f"{name}: {module} is a module that no chapter is named after")
+
+
+def read_notebook(path: Path) -> nbformat.NotebookNode:
+    """A chapter's notebook; an ExportError that names the file if it is none."""
+    try:
+        check_name(path.stem)
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)  # reading only logs what is wrong
+    except ExportError:
+        raise
+    except Exception as error:  # not there, not text, not JSON, JSON of another shape, ...
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ExportError(f"{path.name}: cannot be read as a notebook: {problem}") from None
+    return notebook
+
+
 def target_module(notebook: Path, tags: list[str]) -> str | None:
     """The module a cell with these tags is exported to, or None."""
     for tag in tags:
@@ -162,7 +188,7 @@ def split_cell(source: str, where: str) -> list[Piece]:
 
 def read_chapter(notebook: Path) -> list[Module]:
     """The modules one notebook exports: none, its own, or its own and `config`."""
-    cells = nbformat.read(notebook, as_version=4).cells
+    cells = read_notebook(notebook).cells
     promise = read_promise(notebook, cells)
     modules: dict[str, Module] = {}
     for cell in cells:

@@ -4,14 +4,13 @@
 """
 
 import argparse
-import re
 import string
 from pathlib import Path
 
 from nbformat import NotebookNode, writes
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from book.tools.export import EXTRA_MODULES, HAND_WRITTEN, ROOT, find_notebooks
+from book.tools.export import ROOT, check_name, find_notebooks
 from book.tools.refresh import normalise
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -39,11 +38,8 @@ def chapter_from_template(name: str) -> NotebookNode:
 
 def new(name: str, root: Path = ROOT) -> Path:
     """Write `notebooks/NN_name.ipynb`; ValueError if the name is malformed or taken."""
-    if not re.fullmatch(r"\d\d_[a-z][a-z0-9_]*", name):
-        raise ValueError(f"chapter name must look like 04_block_pool; found {name!r}")
+    check_name(name)
     number, module = name.split("_", 1)
-    if module in HAND_WRITTEN | EXTRA_MODULES:
-        raise ValueError(f"{module} is a module that no chapter is named after")
     for taken in find_notebooks(root):
         if taken.name.startswith(f"{number}_") or taken.stem[3:] == module:
             raise ValueError(f"{name}: the number or the name is taken by {taken.name}")

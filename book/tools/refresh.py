@@ -26,7 +26,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from book.tools.export import ROOT, chapter_number, find_notebooks
+from book.tools.export import ROOT, ExportError, chapter_number, find_notebooks, read_notebook
 
 CELL_TIMEOUT = 120  # seconds
 PARALLEL = 2  # notebooks that run at once
@@ -206,7 +206,10 @@ def difference(committed, fresh, name: str) -> str:
 
 async def refresh_one(path: Path, check: bool) -> str:
     """Run one notebook and save it, or compare; what went wrong, or an empty string."""
-    committed = nbformat.read(path, as_version=4)
+    try:
+        committed = read_notebook(path)
+    except ExportError as error:
+        return str(error)
     fresh = copy.deepcopy(committed)
     assign_ids(fresh.cells, chapter_number(path))
     try:
