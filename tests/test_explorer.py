@@ -43,6 +43,13 @@ def test_text_is_the_first_setting(explorer):
     ]
 
 
+def test_it_starts_where_it_is_told():
+    explorer = Explorer("Two tokens", KNOBS, show, start={"power": 2})
+    assert "power=2, cut=False: Power 2" in repr(explorer)
+    assert '<td>90.0 %</td>' in explorer._repr_html_()
+    assert 'max="2" value="1"><output>2</output>' in explorer._repr_html_()
+
+
 def test_data_holds_every_setting(explorer):
     data = data_of(explorer)
     assert data["knobs"] == [["1", "2", "3"], ["False", "True"]]
@@ -106,6 +113,8 @@ def test_without_ipywidgets_the_page_remains(explorer, monkeypatch):
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="'cut' of explorer 't' has no choice"):
         Explorer("t", {"power": [1], "cut": []}, show)
+    with pytest.raises(ValueError, match="start of knob 'power' must be a choice, got 9"):
+        Explorer("t", KNOBS, show, start={"power": 9})
     with pytest.raises(ValueError, match="2002 combinations"):
         Explorer("t", {"power": range(1001), "cut": [True, False]}, show)
     with pytest.raises(ValueError, match=r"other labels at \(2,\)"):

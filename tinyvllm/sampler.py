@@ -1,5 +1,16 @@
+"""From logits to tokens: edits, temperature, truncation, and a draw that depends on nothing else.
+
+Built, step by step, in notebooks/10_sampler.ipynb.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from tinyvllm.execution_batch import SamplingBatch, TokenLogprobs
+from tinyvllm.request import GREEDY_BELOW
 
 MASK = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9 - 2**32  # 2**32 / golden ratio, as an int32: a start that is not zero
@@ -72,30 +83,11 @@ def draw(scaled: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 LARGEST = torch.finfo(torch.float32).max
 
 
-def scale(logits: Tensor, temperatures: Tensor, min_ps: Tensor | None = None) -> Tensor:
-    """Logits `[R, V]` less their row's maximum, divided by its temperature `[R]`, in place.
-
-    A token less likely than `min_ps` `[R]` times the likeliest becomes -inf. The best token is
-    at 0, so its weight `exp(scaled)` is 1, and nothing overflows at a low temperature.
-    """
-    peaks = logits.amax(dim=-1, keepdim=True).clamp(min=-LARGEST)  # not NaN if all are -inf
-    scaled = logits.sub_(peaks).div_(temperatures[:, None])
-    if min_ps is not None:
-        scaled.masked_fill_(scaled < min_ps.log()[:, None], -torch.inf)
-    return scaled
-
-
-import numpy as np
-
-from tinyvllm.execution_batch import SamplingBatch
-
-
 def penalize(logits: Tensor, batch: SamplingBatch) -> None:
     """Make the tokens of a row's past less (or more) likely, in place.
 
-    Repetition looks at prompt and output: it divides positive logits and multiplies negative
-    ones. Frequency counts a token's occurrences in the output, presence asks if there are any.
-    Works on the tokens that occur, not on the vocabulary. vLLM: `v1/sample/ops/penalties.py`.
+    Repetition looks at prompt and output, frequency and presence at the output. Works on the
+    tokens that occur, not on the vocabulary. vLLM: `v1/sample/ops/penalties.py`.
     """
     index, token, generated = batch.history.T
     pairs, occurrence = np.unique(index * logits.shape[1] + token, return_inverse=True)
@@ -128,6 +120,19 @@ def edit_logits(logits: Tensor, batch: SamplingBatch) -> None:
         logits[tuple(batch.biased.T)] += torch.from_numpy(batch.biases).to(logits.device)
     if len(batch.penalized):
         penalize(logits, batch)
+
+
+def scale(logits: Tensor, temperatures: Tensor, min_ps: Tensor | None = None) -> Tensor:
+    """Logits `[R, V]` less their row's maximum, divided by its temperature `[R]`, in place.
+
+    A token less likely than `min_ps` `[R]` times the likeliest becomes -inf. The best token is
+    at 0, so its weight `exp(scaled)` is 1, and nothing overflows at a low temperature.
+    """
+    peaks = logits.amax(dim=-1, keepdim=True).clamp(min=-LARGEST)  # not NaN if all are -inf
+    scaled = logits.sub_(peaks).div_(temperatures[:, None])
+    if min_ps is not None:
+        scaled.masked_fill_(scaled < min_ps.log()[:, None], -torch.inf)
+    return scaled
 
 
 def top_p_bars(values: Tensor, top_ps: Tensor, total: Tensor) -> Tensor:
@@ -171,12 +176,7 @@ def sort_descending(scaled: Tensor) -> Tensor:
 
 
 def draw_truncated(
-    scaled: Tensor,
-    rows: Tensor,
-    vocabulary: Tensor,
-    top_ks: Tensor | None,
-    top_ps: Tensor,
-    count: int,
+    scaled: Tensor, rows: Tensor, vocabulary: Tensor, top_ks: Tensor | None, top_ps: Tensor, count
 ) -> tuple[Tensor, Tensor]:
     """Token ids `[R]` drawn after top-k and top-p, and the bars `[R, 1]` they had to reach.
 
@@ -192,14 +192,9 @@ def draw_truncated(
         more = ~enough
         rest, ks = scaled[more], None if top_ks is None else top_ks[more]
         bars[more] = truncation_bars(rest, sort_descending(rest), ks, top_ps[more])[0]
-        rest.masked_fill_(rest < bars[more], -torch.inf)
-        drawn[more] = draw(rest, rows[more], vocabulary)
+        drawn[more] = draw(rest.masked_fill_(rest < bars[more], -torch.inf), rows[more], vocabulary)
     return drawn, bars
 
-
-from collections.abc import Iterator
-
-from tinyvllm.request import GREEDY_BELOW
 
 CANDIDATES = 1024  # tokens that top-p without top-k looks at first
 CACHE_NUMBERS = 1 << 17  # numbers a CPU works on at a time, so that they stay in its cache
@@ -248,9 +243,6 @@ def draw_rows(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Tensor
         else:
             token_ids[rows] = draw(scaled, keys[rows], vocabulary)
     return bars
-
-
-from tinyvllm.execution_batch import TokenLogprobs
 
 
 def score(logprobs: Tensor, token_ids: Tensor, num_logprobs: int) -> TokenLogprobs:
@@ -313,8 +305,6 @@ def sample(
     return token_ids, score(logprobs, token_ids[batch.logprob_rows], batch.num_logprobs)
 
 
-from collections.abc import Callable
-
 SCORED_AT_ONCE = 64  # rows of logits that exist at a time
 
 
@@ -325,14 +315,10 @@ def score_prompt(
 
     Always raw: before any sampling parameter. vLLM: `v1/worker/gpu/sample/prompt_logprob.py`.
     """
+    chunks = zip(hidden.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True)
     parts = [
         score(compute_logits(rows).float().log_softmax(dim=-1), ids, num_logprobs)
-        for rows, ids in zip(
-            hidden.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True
-        )
+        for rows, ids in chunks
     ]
-    return TokenLogprobs(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        np.concatenate([part.ranks for part in parts]),
-    )
+    fields = ("token_ids", "logprobs", "ranks")
+    return TokenLogprobs(*(np.concatenate([getattr(p, name) for p in parts]) for name in fields))

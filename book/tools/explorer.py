@@ -3,7 +3,7 @@
 `show(**settings)` computes, with the engine's own code, a `Picture`: one sentence and a bar for
 each label. It is called once for every combination of the knobs' choices, so that the page needs
 no Python: it holds all the answers, and its sliders look them up. In a live notebook ipywidgets'
-sliders do the same. The text form is the picture at the first choices.
+sliders do the same. The text form is the picture at the start.
 
 The id is a hash of the content, so the same figure is the same bytes on every machine and nbval can
 compare it. `refresh` drops the widget before it saves.
@@ -40,16 +40,22 @@ class Picture(NamedTuple):
 class Explorer:
     """A figure with a slider for each knob and a table of bars below.
 
-    `knobs` maps the name of an argument of `show` to its choices; the first is where it starts.
-    Raises ValueError for a knob without a choice, for too many combinations and for labels that
-    change.
+    `knobs` maps the name of an argument of `show` to its choices; it stands at the first one unless
+    `start` names another. Raises ValueError for a knob without a choice, a start that is no choice,
+    too many combinations, and labels that change.
     """
 
-    def __init__(self, title: str, knobs: dict[str, list], show: Callable[..., Picture]):
+    def __init__(
+        self, title: str, knobs: dict[str, list], show: Callable[..., Picture], *, start=None
+    ):
         self.title, self.knobs = title, {name: list(choices) for name, choices in knobs.items()}
+        start = dict(start or {})
         for name, choices in self.knobs.items():
             if not choices:
                 raise ValueError(f"knob {name!r} of explorer {title!r} has no choice")
+            if start.setdefault(name, choices[0]) not in choices:
+                raise ValueError(f"start of knob {name!r} must be a choice, got {start[name]!r}")
+        self.start = [choices.index(start[name]) for name, choices in self.knobs.items()]
         combinations = list(itertools.product(*self.knobs.values()))
         if len(combinations) > MOST_PICTURES:
             raise ValueError(
@@ -110,15 +116,16 @@ class Explorer:
         uid = "tv-" + hashlib.sha256((self.title + data).encode()).hexdigest()[:12]
         title = html.escape(self.title, quote=True)
         knobs = "".join(
-            f'<label><span>{html.escape(name)}</span><input type="range" min="0" step="1" value="0" '
-            f'max="{len(choices) - 1}"><output>{html.escape(str(choices[0]))}</output></label>'
-            for name, choices in self.knobs.items()
+            f'<label><span>{html.escape(name)}</span><input type="range" min="0" step="1" '
+            f'max="{len(choices) - 1}" value="{at}">'
+            f"<output>{html.escape(str(choices[at]))}</output></label>"
+            for (name, choices), at in zip(self.knobs.items(), self.start, strict=True)
         )
         return (
             f'<figure class="tv-explorer" id="{uid}" role="group" aria-label="{title}" '
             f'data-lm-suppress-shortcuts="true"><figcaption>{title}</figcaption>'
             f'<div class="tv-knobs" hidden>{knobs}</div>'
-            f"{self._table(self.pictures[0])}</figure>\n"
+            f"{self._table(self._picture(self.start))}</figure>\n"
             f"<style>{_asset('explorer.css')}</style>\n"
             f'<script>({_asset("explorer.js")})("{uid}",{data})</script>'
         )
@@ -128,8 +135,8 @@ class Explorer:
         import ipywidgets
 
         sliders = [
-            ipywidgets.SelectionSlider(options=choices, value=choices[0], description=name)
-            for name, choices in self.knobs.items()
+            ipywidgets.SelectionSlider(options=choices, value=choices[at], description=name)
+            for (name, choices), at in zip(self.knobs.items(), self.start, strict=True)
         ]
         view = ipywidgets.HTML()
 
@@ -155,8 +162,9 @@ class Explorer:
         return widget._repr_mimebundle_() | bundle
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={choices[0]}" for name, choices in self.knobs.items())
-        picture = self.pictures[0]
+        knobs = zip(self.knobs.items(), self.start, strict=True)
+        settings = ", ".join(f"{name}={choices[at]}" for (name, choices), at in knobs)
+        picture = self._picture(self.start)
         width = max(len(bar.label) for bar in picture.bars)
         lines = [f"{self.title} ({len(self.pictures)} settings)", f"{settings}: {picture.caption}"]
         for bar in picture.bars:
