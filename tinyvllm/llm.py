@@ -1,4 +1,4 @@
-"""Offline inference: any number of prompts in, their continuations out, whole or as they grow.
+"""Text in, text out: prompts answered in one call, streamed, or served to many readers at once.
 
 Built, step by step, in notebooks/15_llm.ipynb.
 """
