@@ -1,8 +1,11 @@
 """`LLM`: whatever form the prompts have, the same answers; and a stream that can be left."""
 
+import itertools
 import random
 import signal
+import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numba
@@ -10,11 +13,11 @@ import pytest
 import torch
 from babbler import EOS, make_babbler, train_backend
 
-from tinyvllm import LLM, MockModelRunner, SamplingParams
+from tinyvllm import LLM, MockModelRunner, Request, SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.gpt2 import ModelLoadError
-from tinyvllm.llm import DeltaStream, OutputProcessor, make_request
+from tinyvllm.llm import DeltaStream, OutputProcessor, make_request, uninterrupted
 from tinyvllm.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -661,6 +664,49 @@ class TestLeaving:
         assert not llm.engine.has_unfinished_requests()
         llm.engine.check_invariants()
         assert [output.outputs for output in generate(llm, PROMPTS)] == expected
+
+    @pytest.mark.parametrize("guard", [uninterrupted, nullcontext])
+    def test_ctrl_c_at_every_line_of_a_step(self, guard):
+        """With the guard no line of the bookkeeping can be cut; without it some would be."""
+        in_order = []
+        while (result := survives_interrupt(len(in_order), guard)) is not None:
+            in_order.append(result)
+        assert len(in_order) > 100
+        assert all(in_order) is (guard is uninterrupted)
+
+
+def survives_interrupt(line, guard):
+    """Whether the engine is in order after a signal at this line of a step; None if there is none."""
+    lines = itertools.count()
+
+    def trace(frame, event, argument):
+        ours = event == "line" and frame.f_globals["__name__"].startswith("tinyvllm")
+        if ours and next(lines) == line:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    engine = Engine(EngineConfig(block_size=4), MockModelRunner(num_blocks=20, block_size=4))
+    for name, length in [("a", 9), ("b", 3), ("c", 6)]:
+        engine.add_request(Request(name, [7] * length, SamplingParams(max_tokens=2)))
+    engine.step()
+    interrupted, before = False, sys.gettrace()
+    try:
+        with guard():
+            sys.settrace(trace)
+            engine.step()  # all three finish in this step and give their blocks back
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        sys.settrace(before)
+    if not interrupted:
+        return None
+    try:
+        for name in "abc":
+            engine.abort(name)
+        engine.check_invariants()
+        return engine.kv.num_free_blocks == 19
+    except Exception:
+        return False
 
 
 class TestConstruction:

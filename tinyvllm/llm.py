@@ -1,4 +1,4 @@
-"""Offline inference: any number of prompts in, their continuations out, whole or as they grow.
+"""Text in, text out: prompts answered in one call, streamed, or served to many readers at once.
 
 Built, step by step, in notebooks/15_llm.ipynb.
 """
@@ -368,9 +368,9 @@ def snapshot(output: GenerationOutput) -> GenerationOutput:
 class AsyncEngine:
     """Serves many consumers on one event loop, each with the outputs of its own request.
 
-    A thread of its own runs the engine, and nothing else touches it: consumers leave commands,
-    which the thread applies between two steps, and find snapshots in their mailboxes. So no
-    lock is needed. Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
+    A thread of its own steps the engine, and meanwhile nothing else touches it: consumers
+    leave commands, which the thread applies between two steps, and find snapshots in their
+    mailboxes. So no lock is needed. Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
 
     Use it as `async with AsyncEngine(...) as engine`, or await `shutdown` at the end.
 
