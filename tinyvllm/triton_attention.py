@@ -222,7 +222,7 @@ def decode_attention(
     shape = (query.stride(0), heads, heads // kv_heads, head_size, pad, key_cache.shape[1])
     decode_attention_kernel[(heads, num_seqs, max_splits)](
         output, partial, logsumexp, query, key_cache, value_cache, *where, scale * LOG2_E,
-        *shape, min(64, 4096 // pad), SPLIT_SIZE, **OPTIONS,
+        *shape, min(64, 2048 // pad), SPLIT_SIZE, **OPTIONS,
     )  # fmt: skip
     if max_splits > 1:
         arguments = (query_start_loc, seq_lens, max_splits, heads, head_size, pad, SPLIT_SIZE)
