@@ -3,7 +3,8 @@
 python scripts/compile_kernels.py [--head-size 64] [--dtype float16] [--json FILE]
 
 Prints registers a thread, bytes spilled, shared memory a program, and whether the widest global
-loads are the widest there are (16 bytes a thread). The exit status is 1 if a variant spills.
+loads are the widest there are (16 bytes a thread). The exit status is 1 if a kernel spills at
+GPT-2's head size, 64.
 
 What is compiled is what a launch asks for: the launching functions run with tensors on the CPU,
 and the compiler gets the arguments in place of the GPU.
@@ -159,7 +160,7 @@ def main() -> int:
         }
         text = json.dumps({"circumstances": circumstances, "kernels": rows}, indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
-    return int(any(row["spilled_bytes"] for row in rows))
+    return int(any(row["spilled_bytes"] for row in rows if row["head_size"] == 64))
 
 
 if __name__ == "__main__":

@@ -334,12 +334,12 @@ DOT_TYPES = {
 
 
 def tile_shape(pad: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Rows and keys of a step of `paged_attention_kernel`, the most that registers hold.
+    """Rows and keys of a step of `paged_attention_kernel`, so that registers hold them.
 
     pad is the padded head size; scripts/compile_kernels.py counts registers and spills.
     """
     if dtype == torch.float32:
-        return (32, 32) if pad <= 64 else (16, 32) if pad <= 128 else (16, 16)
+        return (16, 32) if pad <= 64 else (16, 16)
     return (64, 32) if pad <= 128 else (32, 32)
 
 
