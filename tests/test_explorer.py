@@ -46,7 +46,7 @@ def test_text_is_the_first_setting(explorer):
 def test_it_starts_where_it_is_told():
     explorer = Explorer("Two tokens", KNOBS, show, start={"power": 2})
     assert "power=2, cut=False: Power 2" in repr(explorer)
-    assert '<td>90.0 %</td>' in explorer._repr_html_()
+    assert "<td>90.0 %</td>" in explorer._repr_html_()
     assert 'max="2" value="1"><output>2</output>' in explorer._repr_html_()
 
 
