@@ -603,8 +603,12 @@ def counted(params, num_rows=16, vocab_size=5000, spread=4.0):
 
 def test_greedy_rows_pay_for_an_argmax():
     count = counted(SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5))
-    assert set(count.calls) == {"argmax", "new_full"}
-    assert count.numbers["new_full"] == 16
+    assert count.calls == {"argmax": 1, "new_full": 1}
+    mixed = [SamplingParams(temperature=0)] * 15 + [PLAIN]
+    logits = torch.randn(16, 5000)
+    with CountCalls() as count:
+        sample(logits, make_sampling(mixed))
+    assert count.numbers["log1p_"] == 5000  # noise for one row only
 
 
 def test_rows_without_truncation_are_not_ranked(sorted_rows):

@@ -71,8 +71,8 @@ def gumbel_noise(rows: Tensor, tokens: Tensor) -> Tensor:
     """
     bits = random_bits(rows, tokens)
     bits &= MASK >> 1
-    v = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=BELOW_ONE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    minus_v = bits.float().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-BELOW_ONE)
+    return minus_v.log1p_().neg_().log_().neg_()
 
 
 def draw(scaled: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -135,6 +135,11 @@ def scale(logits: Tensor, temperatures: Tensor, min_ps: Tensor | None = None) ->
     return scaled
 
 
+def weight(values: Tensor) -> Tensor:
+    """The sum of `exp(values)` of each row, float64 `[R, 1]`."""
+    return values.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
 def top_p_bars(values: Tensor, top_ps: Tensor, total: Tensor) -> Tensor:
     """The smallest value that top-p keeps, `[R, 1]`; -inf where `top_ps` `[R]` is 1.
 
@@ -148,24 +153,107 @@ def top_p_bars(values: Tensor, top_ps: Tensor, total: Tensor) -> Tensor:
 
 
 def truncation_bars(
-    scaled: Tensor, values: Tensor, top_ks: Tensor | None, top_ps: Tensor
+    values: Tensor, total: Tensor | None, top_ks: Tensor | None, top_ps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The bar `[R, 1]` that a value must reach after top-k, then top-p; ties stay together.
 
-    `values` `[R, C]` are the largest of `scaled` `[R, V]`, best first; more of them than the
-    largest of `top_ks` `[R]`, which is None if there is no top-k. The second result `[R]` says
-    whether they were enough: if the last of them passes, others may.
+    Args:
+        values: `[R, C]`, the largest of each row, best first; more of them than the largest k.
+        total: weight of the whole row, float64 `[R, 1]`; None with top-k, which leaves less.
+        top_ks: int64 `[R]`; None if there is no top-k.
+        top_ps: `[R]`.
+
+    Returns:
+        The bars, and whether the values were enough `[R]`: if the last one passes, others may.
     """
     if top_ks is None:
-        total = scaled.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
         bars = must_pass = top_p_bars(values, top_ps, total)
     else:
         must_pass = values.gather(1, top_ks[:, None] - 1)
         left = values.masked_fill(values < must_pass, -torch.inf)
-        total = left.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
-        bars = must_pass.maximum(top_p_bars(left, top_ps, total))
+        bars = must_pass.maximum(top_p_bars(left, top_ps, weight(left)))
     last = values[:, -1:]
     return bars, ((last < must_pass) | last.isneginf())[:, 0]
+
+
+class RandomRows:
+    """Draws the tokens of a batch's random rows; `logits` `[R, V]` are edited already.
+
+    Attributes:
+        token_ids: int64 `[R]`; those of random rows are replaced.
+        bars: float32 `[R, 1]`, what a scaled value has to reach; those of truncated rows are set.
+    """
+
+    def __init__(self, logits: Tensor, batch: SamplingBatch, token_ids: Tensor, bars: Tensor):
+        self.logits, self.batch, self.device = logits, batch, logits.device
+        self.token_ids, self.bars = token_ids, bars
+        every = np.arange(len(logits))
+        self.keys = row_keys(self.take("seeds", every), self.take("output_indices", every))
+        self.vocabulary = token_keys(torch.arange(logits.shape[1], device=self.device))
+
+    def take(self, name: str, rows: np.ndarray) -> Tensor:
+        """A parameter of these rows, where the logits are."""
+        return torch.from_numpy(getattr(self.batch, name)[rows]).to(self.device)
+
+    def scaled(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Scaled copies of the rows: all at once, or on a CPU a few at a time."""
+        at_once = len(rows)
+        if self.device.type == "cpu":
+            at_once = max(1, CACHE_NUMBERS // self.logits.shape[1])
+        for first in range(0, len(rows), at_once):
+            some = rows[first : first + at_once]
+            min_ps = self.take("min_ps", some) if self.batch.min_ps[some].any() else None
+            yield some, scale(self.logits[some], self.take("temperatures", some), min_ps)
+
+    def draw_whole(self, rows: np.ndarray) -> None:
+        """Draw these rows from the whole vocabulary."""
+        for some, scaled in self.scaled(rows):
+            self.token_ids[some] = draw(scaled, self.keys[some], self.vocabulary)
+
+    def draw_best(self, rows: np.ndarray, has_top_k: bool, count: int) -> np.ndarray:
+        """Draw these rows among their `count` best tokens; returns those that need more."""
+        best = []
+        for _, scaled in self.scaled(rows):
+            total = scaled[:, :0] if has_top_k else weight(scaled)  # top-k leaves less
+            best.append((*scaled.topk(count), total))
+        values, ids, total = map(torch.cat, zip(*best, strict=True))
+        top_ks = self.take("top_ks", rows) if has_top_k else None
+        bars, enough = truncation_bars(values, total, top_ks, self.take("top_ps", rows))
+        kept = values.masked_fill(values < bars, -torch.inf)
+        columns = draw(kept, self.keys[rows], token_keys(ids))
+        self.token_ids[rows] = ids.gather(1, columns[:, None])[:, 0]
+        self.bars[rows] = bars
+        return rows[~enough.cpu().numpy()]
+
+    def draw_sorted(self, rows: np.ndarray, has_top_k: bool) -> None:
+        """Draw these rows from the whole vocabulary, cut at bars that sorting finds."""
+        for some, scaled in self.scaled(rows):
+            top_ks = self.take("top_ks", some) if has_top_k else None
+            values, top_ps = sort_descending(scaled), self.take("top_ps", some)
+            bars, _ = truncation_bars(values, weight(values), top_ks, top_ps)
+            scaled.masked_fill_(scaled < bars, -torch.inf)
+            self.token_ids[some] = draw(scaled, self.keys[some], self.vocabulary)
+            self.bars[some] = bars
+
+    def draw(self) -> None:
+        """Draw every random row, those of a kind together."""
+        batch, vocab_size = self.batch, self.logits.shape[1]
+        random = batch.temperatures >= GREEDY_BELOW
+        bounded = random & (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+        nucleus = random & ~bounded & (batch.top_ps < 1)
+        self.draw_whole(np.flatnonzero(random & ~bounded & ~nucleus))
+        # With top-k, one candidate more than the largest k: then a tie at the k-th value shows.
+        largest = int(batch.top_ks[bounded].max(initial=0))
+        for kind, has_top_k, count in (
+            (bounded, True, largest + 1),
+            (nucleus, False, min(CANDIDATES, vocab_size)),
+        ):
+            if kind.any():
+                more = self.draw_best(np.flatnonzero(kind), has_top_k, count)
+                self.draw_sorted(more, has_top_k)
+
+
+CACHE_NUMBERS = 1 << 18  # numbers a CPU works on at a time, so that they stay in its cache
 
 
 def sort_descending(scaled: Tensor) -> Tensor:
@@ -175,74 +263,7 @@ def sort_descending(scaled: Tensor) -> Tensor:
     return scaled.sort(dim=-1, descending=True).values
 
 
-def draw_truncated(
-    scaled: Tensor, rows: Tensor, vocabulary: Tensor, top_ks: Tensor | None, top_ps: Tensor, count
-) -> tuple[Tensor, Tensor]:
-    """Token ids `[R]` drawn after top-k and top-p, and the bars `[R, 1]` they had to reach.
-
-    `rows` and `vocabulary` are keys. Looks at the `count` best tokens of each row; a row for
-    which they are not enough is sorted, and drawn from the whole vocabulary.
-    """
-    values, token_ids = scaled.topk(count)
-    bars, enough = truncation_bars(scaled, values, top_ks, top_ps)
-    values.masked_fill_(values < bars, -torch.inf)
-    columns = draw(values, rows, token_keys(token_ids))
-    drawn = token_ids.gather(1, columns[:, None])[:, 0]
-    if not enough.all():
-        more = ~enough
-        rest, ks = scaled[more], None if top_ks is None else top_ks[more]
-        bars[more] = truncation_bars(rest, sort_descending(rest), ks, top_ps[more])[0]
-        drawn[more] = draw(rest.masked_fill_(rest < bars[more], -torch.inf), rows[more], vocabulary)
-    return drawn, bars
-
-
 CANDIDATES = 1024  # tokens that top-p without top-k looks at first
-CACHE_NUMBERS = 1 << 17  # numbers a CPU works on at a time, so that they stay in its cache
-
-
-def random_groups(batch: SamplingBatch, vocab_size: int, at_once: int) -> Iterator:
-    """Rows that are drawn in the same way, at most `at_once` of them: (rows, has top-k, count).
-
-    `count` is how many candidates they need, 0 if they are not truncated. With top-k it is one
-    more than the largest k, so that a tie at the k-th value shows.
-    """
-    random = batch.temperatures >= GREEDY_BELOW
-    bounded = (batch.top_ks > 0) & (batch.top_ks < vocab_size)
-    nucleus = ~bounded & (batch.top_ps < 1)
-    largest = batch.top_ks[random & bounded].max(initial=0)
-    for mask, has_top_k, count in (
-        (~bounded & ~nucleus, False, 0),
-        (nucleus, False, min(CANDIDATES, vocab_size)),
-        (bounded, True, int(largest) + 1),
-    ):
-        rows = np.flatnonzero(random & mask)
-        for first in range(0, len(rows), at_once):
-            yield rows[first : first + at_once], has_top_k, count
-
-
-def draw_rows(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Tensor:
-    """Replace the `token_ids` of random rows by draws; returns the bars float32 `[R, 1]`."""
-    num_rows, vocab_size = logits.shape
-    device = logits.device
-
-    def take(array: np.ndarray, rows=slice(None)) -> Tensor:
-        return torch.from_numpy(array[rows]).to(device)
-
-    keys = row_keys(take(batch.seeds), take(batch.output_indices))
-    vocabulary = token_keys(torch.arange(vocab_size, device=device))
-    bars = logits.new_full((num_rows, 1), -torch.inf)
-    at_once = max(1, CACHE_NUMBERS // vocab_size) if device.type == "cpu" else num_rows
-    for rows, has_top_k, count in random_groups(batch, vocab_size, at_once):
-        min_ps = take(batch.min_ps, rows) if batch.min_ps[rows].any() else None
-        scaled = scale(logits[rows], take(batch.temperatures, rows), min_ps)
-        if count:
-            top_ks = take(batch.top_ks, rows) if has_top_k else None
-            token_ids[rows], bars[rows] = draw_truncated(
-                scaled, keys[rows], vocabulary, top_ks, take(batch.top_ps, rows), count
-            )
-        else:
-            token_ids[rows] = draw(scaled, keys[rows], vocabulary)
-    return bars
 
 
 def score(logprobs: Tensor, token_ids: Tensor, num_logprobs: int) -> TokenLogprobs:
@@ -264,7 +285,7 @@ def score(logprobs: Tensor, token_ids: Tensor, num_logprobs: int) -> TokenLogpro
 def processed_logprobs(logits: Tensor, batch: SamplingBatch, bars: Tensor) -> Tensor:
     """The log of the distribution that the rows `batch.logprob_rows` are drawn from, `[L, V]`.
 
-    Greedy rows: of the edited logits, without temperature. `bars` is what `draw_rows` returned.
+    Greedy rows: of the edited logits, without temperature. `bars` are those of `RandomRows`.
     """
     rows = batch.logprob_rows
     random = batch.temperatures[rows] >= GREEDY_BELOW
@@ -289,20 +310,23 @@ def sample(
         int64 `[R]` token ids, and the log-probabilities of the rows `batch.logprob_rows`, None
         if there are none. vLLM: `v1/sample/sampler.py`.
     """
-    reports, logprobs = len(batch.logprob_rows) > 0, None
-    if reports and logprobs_mode == "raw_logprobs":
-        logprobs = logits[batch.logprob_rows].float().log_softmax(dim=-1)
+    reported, logprobs = batch.logprob_rows, None
+    if len(reported) and logprobs_mode == "raw_logprobs":
+        logprobs = logits[reported].float().log_softmax(dim=-1)
     logits = logits.float()
     edit_logits(logits, batch)
-    token_ids = logits.argmax(dim=-1)
-    bars = logits.new_full((len(logits), 1), -torch.inf)
-    if (batch.temperatures >= GREEDY_BELOW).any():
-        bars = draw_rows(logits, batch, token_ids)
-    if not reports:
+    greedy, bars = batch.temperatures < GREEDY_BELOW, logits.new_full((len(logits), 1), -torch.inf)
+    if greedy.any():
+        token_ids = logits.argmax(dim=-1)
+    else:
+        token_ids = logits.new_empty(len(logits), dtype=torch.int64)
+    if not greedy.all():
+        RandomRows(logits, batch, token_ids, bars).draw()
+    if not len(reported):
         return token_ids, None
     if logprobs is None:
         logprobs = processed_logprobs(logits, batch, bars)
-    return token_ids, score(logprobs, token_ids[batch.logprob_rows], batch.num_logprobs)
+    return token_ids, score(logprobs, token_ids[reported], batch.num_logprobs)
 
 
 SCORED_AT_ONCE = 64  # rows of logits that exist at a time
