@@ -370,9 +370,8 @@ class AsyncEngine:
 
     A thread of its own steps the engine, and meanwhile nothing else touches it: consumers
     leave commands, which the thread applies between two steps, and find snapshots in their
-    mailboxes. So no lock is needed. Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
-
-    Use it as `async with AsyncEngine(...) as engine`, or await `shutdown` at the end.
+    mailboxes. So no lock is needed. Use it with `async with`, or await `shutdown` at the end.
+    Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
 
     Args:
         engine: serves the requests; its observers are called in the thread.
@@ -408,8 +407,8 @@ class AsyncEngine:
     ) -> AsyncIterator[GenerationOutput]:
         """Continue a prompt; yields all there is so far, whenever there is more.
 
-        Leaving early (a cancelled task, `break`, `aclose`) aborts the request. A prompt that
-        cannot be served has one output, with `error` set.
+        It begins when the first output is asked for. Leaving early (a cancelled task, `break`,
+        `aclose`) aborts it. A prompt that cannot be served has one output, with `error` set.
 
         Raises:
             TypeError, ValueError: no prompt, a bad word without tokens, or an id in use.
