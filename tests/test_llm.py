@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import numba
+import numpy as np
 import pytest
 import torch
 from babbler import EOS, make_babbler, train_backend
@@ -643,13 +644,13 @@ class TestLeaving:
         assert got == expected
 
     def test_aborted_at_the_engine(self, llm):
-        """A request that is aborted from outside ends its part of the stream."""
-        pieces = []
+        """A request that is aborted from outside ends its part of the stream, and says so."""
+        pieces = {prompt: [] for prompt in PROMPTS[:2]}
         for piece in llm.stream(PROMPTS[:2], GREEDY):
-            pieces.append(piece.prompt)
+            pieces[piece.prompt].append(piece.outputs[0].finish_reason)
             if piece.prompt == PROMPTS[0]:
                 llm.engine.abort(piece.request_id)
-        assert pieces.count(PROMPTS[0]) == 1 and pieces.count(PROMPTS[1]) > 1
+        assert pieces[PROMPTS[0]] == [None, "abort"] and len(pieces[PROMPTS[1]]) > 1
 
     @pytest.mark.parametrize("seed", range(10))
     def test_ctrl_c(self, llm, seed):
@@ -752,3 +753,32 @@ def test_shipped_model_by_default():
     (output,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     assert output.error is None
     assert output.outputs[0].text.isascii() and " " in output.outputs[0].text.strip()
+
+
+def test_a_request_aborted_by_an_observer_is_an_output_like_any_other():
+    llm = LLM(num_gpu_blocks_override=200, max_num_seqs=1)
+
+    def abort_the_one_that_waits(event):
+        if event.step == 0:
+            llm.engine.abort(waiting)
+
+    llm.engine.observers.append(abort_the_one_that_waits)
+    first = next(llm.request_counter) + 1  # the numbers that the next two requests will have
+    waiting = str(first + 1)
+    params = SamplingParams(max_tokens=4, temperature=0)
+    done, aborted = llm.generate(["Once", "In a"], params, use_tqdm=False)
+    assert done.outputs[0].finish_reason == "length" and len(done.outputs[0].token_ids) == 4
+    assert aborted.outputs[0].finish_reason == "abort" and aborted.outputs[0].text == ""
+    assert not llm.output_processor.inboxes and not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("prompts", [None, 5, np.array([1, 2, 3]), {1, 2}])
+def test_what_is_no_list_of_prompts_is_named(llm, prompts):
+    with pytest.raises(TypeError, match="prompts must be a string, a list of token ids, a dict"):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])
+def test_what_are_no_sampling_params_is_named(llm, params):
+    with pytest.raises(TypeError, match="sampling_params must be a SamplingParams or a list"):
+        llm.generate(["Once"], params, use_tqdm=False)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from tinyvllm.gpt2 import ModelLoadError
+from tinyvllm.gpt2 import ASSETS, ModelLoadError
 from tinyvllm.request import CompletionOutput, Logprob, SamplingParams
 from tinyvllm.tokenizer import (
     CompletionText,
@@ -446,3 +447,19 @@ def test_same_tokens_as_transformers(tmp_path):
         ids = TOKENIZER.encode(text)
         assert ids == theirs.encode(text)
         assert TOKENIZER.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("config", ['{"eos_token": 5}', '{"eos_token": {"content": 5}}'])
+def test_an_eos_token_that_is_no_string_is_named(tmp_path, config):
+    shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match="tokenizer_config.json: eos_token must be a string"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_of_another_kind_is_named_with_its_folder(tmp_path):
+    shutil.copytree(ASSETS, tmp_path, dirs_exist_ok=True)
+    other = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match=rf"{tmp_path.name}: .*ByteLevel"):
+        Tokenizer.from_pretrained(tmp_path)

@@ -221,9 +221,12 @@ class Engine:
             f"KV blocks, the cache has {usable}: ask for {advice}, or give the cache more blocks"
         )
 
-    def add_request(self, request: Request):
+    def add_request(self, request: Request) -> GenerationOutput:
         """Accept a request. One that can never be served does not raise and harms nobody: the
         next `step` returns its output with `error` set.
+
+        Returns:
+            The request's output, which will grow.
 
         Raises:
             ValueError: the request id is in use.
@@ -238,7 +241,7 @@ class Engine:
         if output.error is not None:
             output.finished = True
             self._undelivered.append(output)
-            return
+            return output
         seed = params.seed
         if seed is None:
             seed = self._seeds.randint(INT64_MIN, INT64_MAX)
@@ -254,6 +257,7 @@ class Engine:
             self._num_arrived += 1
             self._sequences[request_id].append(seq)
             self.scheduler.add(seq)
+        return output
 
     def has_unfinished_requests(self) -> bool:
         """Whether a further `step` has anything to do or to deliver."""

@@ -33,8 +33,13 @@ def is_token_ids(prompt: object) -> bool:
 
 def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     """One prompt or a list of them, as a list. `[]` is a list of no prompts."""
-    if isinstance(prompts, str | dict) or (prompts and is_token_ids(prompts)):
+    if isinstance(prompts, str | dict) or (is_token_ids(prompts) and prompts):
         return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(
+            "prompts must be a string, a list of token ids, a dict, or a list of these, got "
+            f"{prompts!r:.80}"
+        )
     return list(prompts)
 
 
@@ -87,14 +92,16 @@ class OutputProcessor:
         self.inboxes: dict[str, Any] = {}
         self.texts: dict[str, tuple[list[CompletionText], LogprobText]] = {}
 
-    def add_request(self, request: Request, inbox: Any):
-        """Hand a request to the engine. Raises ValueError if its id is in use."""
-        self.engine.add_request(request)
+    def add_request(self, request: Request, inbox: Any) -> GenerationOutput:
+        """Hand a request to the engine; returns its live output. Raises ValueError if its id is in
+        use."""
+        output = self.engine.add_request(request)
         self.inboxes[request.request_id] = inbox
         params = request.sampling_params
         if params.detokenize:
             texts = [CompletionText(self.tokenizer, params) for _ in range(params.n)]
             self.texts[request.request_id] = texts, LogprobText(self.tokenizer)
+        return output
 
     def process(self, output: GenerationOutput) -> tuple[Any, GenerationOutput]:
         """Bring an output's text up to its tokens; returns (inbox, output)."""
@@ -235,6 +242,11 @@ class LLM:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, list | tuple):
+            raise TypeError(
+                "sampling_params must be a SamplingParams or a list of them, got "
+                f"{sampling_params!r:.80}"
+            )
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"sampling_params must be one for all or one per prompt, got "
@@ -254,19 +266,24 @@ class LLM:
         Whatever ends it early (`close`, an exception, Ctrl-C) aborts what is left.
         """
         inbox: dict[str, GenerationOutput] = {}
-        unfinished = {request.request_id for request in requests}
+        unfinished: dict[str, GenerationOutput] = {}
         try:
             with uninterrupted():
                 for request in requests:
-                    self.output_processor.add_request(request, inbox)
+                    output = self.output_processor.add_request(request, inbox)
+                    unfinished[request.request_id] = output
             while unfinished and (inbox or self.engine.has_unfinished_requests()):
                 if not inbox:
                     self.step()
                     continue
                 output = inbox.pop(next(iter(inbox)))
                 if output.finished:
-                    unfinished.remove(output.request_id)
+                    del unfinished[output.request_id]
                 yield output
+            # What is left was aborted behind our back, by an observer for instance.
+            for output in list(unfinished.values()):
+                del unfinished[output.request_id]
+                yield self.output_processor.process(output)[1]
         finally:
             with uninterrupted():
                 for request_id in unfinished:

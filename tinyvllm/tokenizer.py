@@ -75,6 +75,8 @@ def eos_token_of(folder: Path) -> str:
             raise ModelLoadError(f"{path}: cannot be read: {error}") from error
     if isinstance(eos_token, dict):  # some versions save the token with its flags
         eos_token = eos_token.get("content")
+    if eos_token is not None and not isinstance(eos_token, str):
+        raise ModelLoadError(f"{path}: eos_token must be a string, got {eos_token!r}")
     return eos_token or "<|endoftext|>"
 
 
@@ -120,7 +122,12 @@ class Tokenizer:
         Raises ModelLoadError naming the folder or file that is missing or not valid.
         """
         folder = find_model(path)
-        return cls(load_backend(folder), eos_token_of(folder))
+        try:
+            return cls(load_backend(folder), eos_token_of(folder))
+        except ModelLoadError:
+            raise
+        except ValueError as error:
+            raise ModelLoadError(f"{folder}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`. Raises ValueError if it is not valid Unicode."""
