@@ -429,3 +429,14 @@ def test_to_abort_many_that_wait_costs_little_each():
 def test_engine_and_runner_agree_on_the_block_size():
     with pytest.raises(ValueError, match="block_size must be an integer from 16 to 16, got 4"):
         Engine(EngineConfig(block_size=4), MockModelRunner())
+
+
+def test_an_abort_takes_a_refusal_back():
+    engine = make_engine()
+    engine.add_request(request("r", []))
+    engine.add_request(request("good", max_tokens=2))
+    assert "at least one token" in engine.abort("r").error
+    assert engine.abort("r") is None
+    engine.add_request(request("r", max_tokens=2))
+    outputs = finish(engine)
+    assert outputs["r"].error is None and len(outputs["r"].outputs[0].token_ids) == 2

@@ -388,9 +388,11 @@ class Engine:
         Returns its output so far, or None if no such request is alive (abort it twice, or
         after it finished, and nothing happens).
         """
-        output = self._outputs.get(request_id)
+        told = [output for output in self._undelivered if output.request_id != request_id]
+        untold = [output for output in self._undelivered if output.request_id == request_id]
+        output, self._undelivered = self._outputs.get(request_id), told
         if output is None:
-            return None
+            return untold[0] if untold else None  # refused, or finished in a step that failed
         for seq in self._sequences[request_id]:
             if not seq.status.finished:
                 self.scheduler.abort(seq.seq_id)
