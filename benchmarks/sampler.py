@@ -1,6 +1,6 @@
 """The sampler beside the vocabulary projection that makes its logits, on the CPU.
 
-    python benchmarks/sampler.py [--json book/data/sampler.json]
+    python benchmarks/sampler.py [--threads 1] [--json book/data/sampler.json]
 
 64 rows over GPT-2's 50,257 tokens. The logits are normal numbers with a spread of 3.8, which gives
 a distribution an entropy of about 3.6 nats, a perplexity of 36: in the range of GPT-2 124M on the
@@ -85,7 +85,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="save the figures to this file")
     parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     project, hidden = Linear(torch.randn(VOCAB_SIZE, WIDTH), None), torch.randn(ROWS, WIDTH)
     logits, flat = torch.randn(ROWS, VOCAB_SIZE) * SPREAD, torch.randn(ROWS, VOCAB_SIZE) * FLAT

@@ -128,6 +128,58 @@ def test_a_request_alone_and_among_63_others(hf, folder, seen_logits):
             assert torch.equal(seen_logits[-1][0], last[number])
 
 
+def with_logprobs(folder, prompts, params, **settings):
+    """The outputs of an engine, by position of the prompt."""
+    runner = make_runner(folder, block_size=4, num_gpu_blocks_override=60, **settings)
+    engine = Engine(runner.config, runner)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(Request(str(number), list(prompt), params))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return [outputs[str(number)] for number in range(len(prompts))]
+
+
+def test_prompt_logprobs_at_every_chunk_size(hf, folder):
+    """Those of transformers, with ranks, although rows are scored chunk by chunk."""
+    ids = torch.randint(0, 61, (11,), generator=torch.Generator().manual_seed(3)).tolist()
+    with torch.inference_mode():
+        want = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    for budget in (1, 2, 3, 5, 10, 11, 100):
+        (output,) = with_logprobs(folder, [ids], params, max_num_batched_tokens=budget)
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == 11
+        for position, entries in enumerate(output.prompt_logprobs[1:], start=1):
+            row = want[position - 1]
+            assert set(row.topk(3).indices.tolist()) | {ids[position]} == set(entries)
+            for token_id, entry in entries.items():
+                assert abs(entry.logprob - row[token_id]) < 1e-4
+                assert entry.rank == 1 + (row > row[token_id]).sum()
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_logprobs_mode_reaches_the_sampler(hf, folder, mode):
+    params = SamplingParams(temperature=0.5, top_k=2, seed=1, max_tokens=3, logprobs=-1)
+    (output,) = with_logprobs(folder, [[5, 6, 7]], params, logprobs_mode=mode)
+    (completion,) = output.outputs
+    ids = [5, 6, 7]
+    for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        with torch.inference_mode():
+            want = hf(torch.tensor([ids])).logits[0, -1]
+        if mode == "processed_logprobs":
+            kept = want.topk(2).indices
+            cut = torch.full_like(want, -torch.inf)
+            cut[kept] = want[kept] / 0.5
+            want = cut
+        want = want.log_softmax(-1)
+        got = torch.tensor([entries[i].logprob for i in range(61)])
+        assert torch.equal(got.isneginf(), want.isneginf())
+        assert (got - want)[~want.isneginf()].abs().max() < 1e-4
+        assert entries[token_id].rank in (1, 2)
+        ids.append(token_id)
+
+
 def test_two_runners_share_nothing(folder):
     """Two engines in one process, stepping in two threads, answer as if they were alone."""
     prompts = [[1, 2, 3], [4] * 9]

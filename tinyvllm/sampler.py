@@ -253,7 +253,7 @@ class RandomRows:
                 self.draw_sorted(more, has_top_k)
 
 
-CACHE_NUMBERS = 1 << 18  # numbers a CPU works on at a time, so that they stay in its cache
+CACHE_NUMBERS = 1 << 19  # numbers a CPU works on at a time, so that they stay in its cache
 
 
 def sort_descending(scaled: Tensor) -> Tensor:
