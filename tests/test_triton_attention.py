@@ -134,6 +134,11 @@ def test_every_type(dtype):
     Case([70, 9], [1, 4], dtype=dtype).check()
 
 
+def test_grouped_heads():
+    """Three query heads share a KV head, in both kernels."""
+    Case([40, 20, 33], [1, 20, 1], (2, 3, 16)).check()
+
+
 def test_scores_of_any_size():
     """Large scores overflow exp2 unless the largest is subtracted; equal ones must average."""
     for factor in (0.0, 1e3, -1e3):
