@@ -621,7 +621,7 @@ def test_rows_without_truncation_are_not_ranked(sorted_rows):
 def test_top_k_never_sorts_a_row(sorted_rows):
     for params in (
         SamplingParams(top_k=50),
-        SamplingParams(top_k=2000, top_p=0.9),
+        SamplingParams(top_k=1000, top_p=0.9),
         SamplingParams(top_k=50, top_p=0.9, min_p=0.01),
         SamplingParams(top_k=50, allowed_token_ids=[1, 2, 3]),
     ):
@@ -630,6 +630,15 @@ def test_top_k_never_sorts_a_row(sorted_rows):
         assert sorted_rows == []
         assert count.numbers["topk"] == 16 * (params.top_k + 1)
         assert count.numbers["log1p_"] == 16 * (params.top_k + 1)  # noise for candidates only
+
+
+def test_a_large_top_k_is_its_own_row_s_burden(sorted_rows):
+    """Its row is sorted; the others look at no more candidates than they need."""
+    params = [SamplingParams(top_k=50)] * 7 + [SamplingParams(top_k=4000)]
+    with CountCalls() as count:
+        sample(torch.randn(8, 5000), make_sampling(params))
+    assert sorted_rows == [1]
+    assert count.numbers["topk"] == 7 * 51
 
 
 def test_top_p_sorts_only_rows_whose_nucleus_is_large(sorted_rows):

@@ -239,13 +239,15 @@ class RandomRows:
         """Draw every random row, those of a kind together."""
         batch, vocab_size = self.batch, self.logits.shape[1]
         random = batch.temperatures >= GREEDY_BELOW
-        bounded = random & (batch.top_ks > 0) & (batch.top_ks < vocab_size)
-        nucleus = random & ~bounded & (batch.top_ps < 1)
-        self.draw_whole(np.flatnonzero(random & ~bounded & ~nucleus))
+        top_k = random & (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+        few = top_k & (batch.top_ks < CANDIDATES)
+        nucleus = random & ~top_k & (batch.top_ps < 1)
+        self.draw_whole(np.flatnonzero(random & ~top_k & ~nucleus))
+        self.draw_sorted(np.flatnonzero(top_k & ~few), True)
         # With top-k, one candidate more than the largest k: then a tie at the k-th value shows.
-        largest = int(batch.top_ks[bounded].max(initial=0))
+        largest = int(batch.top_ks[few].max(initial=0))
         for kind, has_top_k, count in (
-            (bounded, True, largest + 1),
+            (few, True, largest + 1),
             (nucleus, False, min(CANDIDATES, vocab_size)),
         ):
             if kind.any():
@@ -263,7 +265,7 @@ def sort_descending(scaled: Tensor) -> Tensor:
     return scaled.sort(dim=-1, descending=True).values
 
 
-CANDIDATES = 1024  # tokens that top-p without top-k looks at first
+CANDIDATES = 1024  # tokens of a row that are looked at, at most, before it is sorted
 
 
 def score(logprobs: Tensor, token_ids: Tensor, num_logprobs: int) -> TokenLogprobs:
