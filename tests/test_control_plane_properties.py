@@ -123,7 +123,8 @@ class ControlPlane(RuleBasedStateMachine):
             self.engine.check_invariants()
 
     def abort_one(self, request_id):
-        was_alive = request_id in self.engine._outputs
+        untold = {output.request_id for output in self.engine._undelivered}
+        was_alive = request_id in self.engine._outputs.keys() | untold
         output = self.engine.abort(request_id)
         assert (output is not None) == was_alive
         assert self.engine.abort(request_id) is None  # a second abort does nothing
