@@ -280,9 +280,12 @@ except SystemExit as end:
         assert not {"torch", "transformers", "numba", "numpy", "tokenizers"} & set(modules)
 
 
+MANY = ["Once upon a time"] * 64  # so that not all is told before what interrupts it
+
+
 def test_ctrl_c_ends_cleanly():
     """A real SIGINT while the story is being told."""
-    process = start("generate", "Once upon a time", "--max-tokens", "1000")
+    process = start("generate", *MANY, "--max-tokens", "1000")
     assert process.stdout.read(30).startswith(b"Once upon a time")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
@@ -292,7 +295,7 @@ def test_ctrl_c_ends_cleanly():
 
 def test_broken_pipe_ends_cleanly():
     """As in `tinyvllm generate ... | head -c 30`: the reader goes away."""
-    process = start("generate", "Once upon a time", "--max-tokens", "1000")
+    process = start("generate", *MANY, "--max-tokens", "1000")
     assert process.stdout.read(30).startswith(b"Once upon a time")
     process.stdout.close()
     assert process.wait(timeout=120) == 141
