@@ -487,3 +487,36 @@ def test_construction_errors_are_those_of_llm():
         AsyncEngine.from_engine_args(max_seqs=3)
     with pytest.raises(ModelLoadError, match=r"\./nowhere: no such folder"):
         AsyncEngine.from_engine_args("./nowhere")
+
+
+def test_a_request_that_an_observer_aborts_ends_for_its_consumer():
+    async def main():
+        engine = AsyncEngine(Engine(EngineConfig(max_num_seqs=1), MockModelRunner()), TOKENIZER)
+        observers = engine.engine.observers
+        observers.append(lambda event: event.step == 2 and engine.engine.abort("b"))
+
+        async def consume(name):
+            stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=10), name)
+            return [output.outputs[0].finish_reason async for output in stream][-1]
+
+        async with engine, asyncio.timeout(30):
+            assert await asyncio.gather(consume("a"), consume("b")) == ["length", "abort"]
+        assert not engine.mailboxes and not engine.output_processor.inboxes
+
+    asyncio.run(main())
+
+
+def test_a_step_loop_that_is_cancelled_before_it_begins_is_dead():
+    async def main():
+        engine = AsyncEngine(Engine(EngineConfig(), MockModelRunner()), TOKENIZER)
+        stream = engine.generate([1, 2], SamplingParams(), "x")
+        consumer = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.gather(consumer, return_exceptions=True)
+        with pytest.raises(EngineDeadError):
+            async with asyncio.timeout(30):
+                await anext(engine.generate([1, 2], SamplingParams(), "y"))
+
+    asyncio.run(main())

@@ -158,3 +158,10 @@ def test_the_first_continuation_scores_for_all_and_reads_no_cache():
     kv.allocate_slots(sequence(prompt), 8, [])
     assert len(kv.get_computed_blocks(sequence(prompt, prompt_logprobs=1))[0]) == 0
     assert len(kv.get_computed_blocks(sequence(prompt))[0]) == 3
+
+
+def test_bad_words_give_way_where_they_would_ban_all_that_is_allowed():
+    wish = {"allowed_token_ids": [5, EOS], "min_tokens": 3, "bad_words": [[5, 5]]}
+    assert forbidden_now(sequence(output=[], **wish), EOS) == {EOS}
+    assert forbidden_now(sequence(output=[5], **wish), EOS) == {EOS}  # 5 is all there is
+    assert forbidden_now(sequence(output=[5, 5, 5], **wish), EOS) == {5}

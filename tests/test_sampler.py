@@ -675,3 +675,12 @@ def test_the_logits_are_not_copied_whole():
         with Largest() as seen:
             sample(logits, make_sampling([params] * 64))
         assert seen.largest <= sampler.CACHE_NUMBERS
+
+
+def test_an_extreme_penalty_makes_no_infinity():
+    """The only token that is allowed stays, however far down it is pushed."""
+    params = SamplingParams(
+        temperature=0, allowed_token_ids=[3], logit_bias={3: -100}, repetition_penalty=3.4e38
+    )
+    batch = make_sampling([params], texts=[([3], [3])])
+    assert sample(torch.zeros(1, 8), batch)[0].tolist() == [3]

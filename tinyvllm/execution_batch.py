@@ -144,16 +144,20 @@ def token_slots(
 
 
 def forbidden_now(seq: Sequence, eos_token_id: int | None) -> set[int]:
-    """Token ids that `seq` cannot take next."""
-    forbidden, generated = set(), seq.output_token_ids
+    """Token ids that `seq` cannot take next. Bad words give way where they would ban all that is
+    allowed."""
+    ending, completing, generated = set(), set(), seq.output_token_ids
     if len(generated) < seq.params.min_tokens:
-        forbidden.update(seq.params.stop_token_ids)
+        ending.update(seq.params.stop_token_ids)
         if eos_token_id is not None:
-            forbidden.add(eos_token_id)
+            ending.add(eos_token_id)
     for *beginning, last in seq.request.bad_words_token_ids or ():
         if generated[len(generated) - len(beginning) :] == beginning:
-            forbidden.add(last)
-    return forbidden
+            completing.add(last)
+    allowed = seq.params.allowed_token_ids
+    if allowed is not None and (ending | completing).issuperset(allowed):
+        return ending
+    return ending | completing
 
 
 def token_history(sequences: list[Sequence]) -> np.ndarray:

@@ -82,7 +82,8 @@ class OutputProcessor:
     ends, and knows which inbox an output is for. vLLM: `vllm/v1/engine/output_processor.py`.
 
     Attributes:
-        inboxes: of each live request, what its outputs shall come back with.
+        inboxes: of each live request, what its output shall come back with.
+        outputs: of each live request, its output.
         texts: of those that want text, its continuations' and its prompt's.
     """
 
@@ -90,6 +91,7 @@ class OutputProcessor:
         self.engine = engine
         self.tokenizer = tokenizer
         self.inboxes: dict[str, Any] = {}
+        self.outputs: dict[str, GenerationOutput] = {}
         self.texts: dict[str, tuple[list[CompletionText], LogprobText]] = {}
 
     def add_request(self, request: Request, inbox: Any) -> GenerationOutput:
@@ -97,6 +99,7 @@ class OutputProcessor:
         use."""
         output = self.engine.add_request(request)
         self.inboxes[request.request_id] = inbox
+        self.outputs[request.request_id] = output
         params = request.sampling_params
         if params.detokenize:
             texts = [CompletionText(self.tokenizer, params) for _ in range(params.n)]
@@ -120,12 +123,15 @@ class OutputProcessor:
     def forget(self, request_id: str):
         """Let go of a request that is over."""
         self.inboxes.pop(request_id, None)
+        self.outputs.pop(request_id, None)
         self.texts.pop(request_id, None)
 
     def step(self) -> list[tuple[Any, GenerationOutput]]:
         """One step of the engine; returns (inbox, output) for the outputs that changed."""
-        changed = self.engine.step()
-        return [self.process(output) for output in changed if output.request_id in self.inboxes]
+        changed = {output.request_id: output for output in self.engine.step()}
+        # An observer may have aborted a request: it is finished, and no step mentions it.
+        changed |= {i: output for i, output in self.outputs.items() if output.finished}
+        return [self.process(output) for i, output in changed.items() if i in self.inboxes]
 
     def abort(self, request_id: str) -> tuple[Any, GenerationOutput] | None:
         """End a request early; returns its inbox and its output so far, if it was alive."""
@@ -454,6 +460,8 @@ class AsyncEngine:
         request = make_request(self.tokenizer, prompt, params, request_id)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
+            # A task that is cancelled before it begins runs nothing, not even its `finally`.
+            self._task.add_done_callback(lambda task: self.dead or self._close(None))
         mailbox = self.mailboxes[request_id] = Mailbox(request_id)
         self._command(mailbox, request)
         return mailbox

@@ -101,7 +101,8 @@ def penalize(logits: Tensor, batch: SamplingBatch) -> None:
     x = logits[where]
     x = torch.where(x > 0, x / repetition, x * repetition)
     x -= frequency * counts + presence * (counts > 0)
-    logits[where] = x.clamp(max=LARGEST)  # a tiny repetition_penalty must not make an infinity
+    # An extreme penalty must not make an infinity; what is forbidden stays so.
+    logits[where] = x.clamp(-LARGEST, LARGEST).masked_fill(logits[where].isneginf(), -torch.inf)
 
 
 def edit_logits(logits: Tensor, batch: SamplingBatch) -> None:
