@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 from babbler import make_babbler
@@ -21,15 +20,7 @@ ROOT = Path(__file__).parents[1]
 PROMPTS = ["a fox", "Once upon a time", "the boat"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by handing work to other threads."""
-    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(torch_threads)
-    numba.set_num_threads(numba_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import random
 from dataclasses import replace
 from functools import cache
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -65,15 +64,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by handing work to other threads."""
-    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(torch_threads)
-    numba.set_num_threads(numba_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="session")

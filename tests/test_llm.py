@@ -8,7 +8,6 @@ import threading
 from contextlib import nullcontext
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -26,15 +25,7 @@ DRAWN = SamplingParams(temperature=1.5, max_tokens=40, seed=3)
 PROMPTS = ["Once upon a time", "a fox", "สวัสดี", "Once upon a boat"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small only lose by handing work to other threads."""
-    torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(torch_threads)
-    numba.set_num_threads(numba_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

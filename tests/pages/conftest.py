@@ -53,3 +53,16 @@ def tab(browser):
     yield tab
     context.close()
     assert not complaints
+
+
+@pytest.fixture
+def first_of_two(tab, tmp_path):
+    """Shows the same figure twice on a page; returns the first."""
+
+    def show(figure):
+        page, html = tmp_path / "page.html", figure._repr_html_()
+        page.write_text(f"<!doctype html><meta charset=utf-8><body>{html}{html}", encoding="utf-8")
+        tab.goto(page.as_uri())
+        return tab.locator("figure").first
+
+    return show

@@ -17,13 +17,8 @@ EXPLORER = Explorer("Two tokens", {"power": [1, 2, 3], "cut": [False, True]}, sh
 
 
 @pytest.fixture
-def figure(tab, tmp_path):
-    """The same explorer twice on a page; the first is returned."""
-    page = tmp_path / "page.html"
-    html = EXPLORER._repr_html_()
-    page.write_text(f"<!doctype html><meta charset=utf-8><body>{html}{html}", encoding="utf-8")
-    tab.goto(page.as_uri())
-    return tab.locator("figure").first
+def figure(first_of_two):
+    return first_of_two(EXPLORER)
 
 
 def row(figure, number: int) -> list[str]:

@@ -20,13 +20,8 @@ STEPPER = Stepper("Two requests", FRAMES)
 
 
 @pytest.fixture
-def figure(tab, tmp_path):
-    """The same stepper twice on a page; the first is returned."""
-    page = tmp_path / "page.html"
-    html = STEPPER._repr_html_()
-    page.write_text(f"<!doctype html><meta charset=utf-8><body>{html}{html}", encoding="utf-8")
-    tab.goto(page.as_uri())
-    return tab.locator("figure").first
+def figure(first_of_two):
+    return first_of_two(STEPPER)
 
 
 def at(figure) -> tuple[str, str]:
