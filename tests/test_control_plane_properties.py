@@ -123,8 +123,7 @@ class ControlPlane(RuleBasedStateMachine):
             self.engine.check_invariants()
 
     def abort_one(self, request_id):
-        untold = {output.request_id for output in self.engine._undelivered}
-        was_alive = request_id in self.engine._outputs.keys() | untold
+        was_alive = request_id in self.engine._outputs.keys() | self.engine._undelivered.keys()
         output = self.engine.abort(request_id)
         assert (output is not None) == was_alive
         assert self.engine.abort(request_id) is None  # a second abort does nothing

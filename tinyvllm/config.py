@@ -36,9 +36,7 @@ class EngineConfig:
     max_num_seqs: int = 256  #: most sequences that run at once
     enable_chunked_prefill: bool = True  #: let a prompt be computed over several steps
     scheduling_policy: str = "fcfs"  #: "fcfs" or "priority"
-    long_prefill_token_threshold: int = (
-        0  #: most tokens a step gives one sequence while others live; 0: off
-    )
+    long_prefill_token_threshold: int = 0  #: most tokens a step gives one of several; 0: off
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
     logprobs_mode: str = "raw_logprobs"  #: before or, "processed_logprobs", after sampling params
 

@@ -161,7 +161,7 @@ class Engine:
         self.num_steps = 0
         self._outputs: dict[str, GenerationOutput] = {}  # of requests that are alive
         self._sequences: dict[str, list[Sequence]] = {}
-        self._undelivered: list[GenerationOutput] = []  # refused since the last step
+        self._undelivered: dict[str, GenerationOutput] = {}  # refused since the last step
         self._num_arrived = 0
         self._seeds = random.Random(self.config.seed)
 
@@ -233,14 +233,14 @@ class Engine:
         """
         request_id, params = request.request_id, request.sampling_params
         ids = [request_id] if params.n == 1 else [f"{i}_{request_id}" for i in range(params.n)]
-        taken = [*self._outputs, *(output.request_id for output in self._undelivered)]
-        if request_id in taken or any(i in self.scheduler.sequences for i in ids):
+        in_use = request_id in self._outputs or request_id in self._undelivered
+        if in_use or any(i in self.scheduler.sequences for i in ids):
             raise ValueError(f"request_id {request_id!r} is in use")
         output = GenerationOutput(request_id, request.prompt, request.prompt_token_ids)
         output.error = self._refusal(request)
         if output.error is not None:
             output.finished = True
-            self._undelivered.append(output)
+            self._undelivered[request_id] = output
             return output
         seed = params.seed
         if seed is None:
@@ -269,8 +269,8 @@ class Engine:
         An output is the request's own and grows from step to step; copy what must not change.
         """
         changed = self._advance() if self._outputs else []
-        refused, self._undelivered = self._undelivered, []
-        return refused + changed
+        undelivered, self._undelivered = self._undelivered, {}
+        return list(undelivered.values()) + changed
 
     def _advance(self) -> list[GenerationOutput]:
         """Plan, execute, update: one step of everything that is alive."""
@@ -293,7 +293,7 @@ class Engine:
         try:
             self._notify(plan, sampled, finished, block_ids)
         except BaseException:  # an observer's error: the outputs go out with the next step
-            self._undelivered += changed
+            self._undelivered |= {output.request_id: output for output in changed}
             raise
         return changed
 
@@ -388,11 +388,10 @@ class Engine:
         Returns its output so far, or None if no such request is alive (abort it twice, or
         after it finished, and nothing happens).
         """
-        told = [output for output in self._undelivered if output.request_id != request_id]
-        untold = [output for output in self._undelivered if output.request_id == request_id]
-        output, self._undelivered = self._outputs.get(request_id), told
+        undelivered = self._undelivered.pop(request_id, None)
+        output = self._outputs.get(request_id)
         if output is None:
-            return untold[0] if untold else None  # refused, or finished in a step that failed
+            return undelivered  # refused, or finished in a step that failed; else None
         for seq in self._sequences[request_id]:
             if not seq.status.finished:
                 self.scheduler.abort(seq.seq_id)

@@ -94,17 +94,14 @@ class OutputProcessor:
         self.outputs: dict[str, GenerationOutput] = {}
         self.texts: dict[str, tuple[list[CompletionText], LogprobText]] = {}
 
-    def add_request(self, request: Request, inbox: Any) -> GenerationOutput:
-        """Hand a request to the engine; returns its live output. Raises ValueError if its id is in
-        use."""
-        output = self.engine.add_request(request)
+    def add_request(self, request: Request, inbox: Any):
+        """Hand a request to the engine. Raises ValueError if its id is in use."""
+        self.outputs[request.request_id] = self.engine.add_request(request)
         self.inboxes[request.request_id] = inbox
-        self.outputs[request.request_id] = output
         params = request.sampling_params
         if params.detokenize:
             texts = [CompletionText(self.tokenizer, params) for _ in range(params.n)]
             self.texts[request.request_id] = texts, LogprobText(self.tokenizer)
-        return output
 
     def process(self, output: GenerationOutput) -> tuple[Any, GenerationOutput]:
         """Bring an output's text up to its tokens; returns (inbox, output)."""
@@ -272,24 +269,20 @@ class LLM:
         Whatever ends it early (`close`, an exception, Ctrl-C) aborts what is left.
         """
         inbox: dict[str, GenerationOutput] = {}
-        unfinished: dict[str, GenerationOutput] = {}
+        unfinished: set[str] = set()
         try:
             with uninterrupted():
                 for request in requests:
-                    output = self.output_processor.add_request(request, inbox)
-                    unfinished[request.request_id] = output
-            while unfinished and (inbox or self.engine.has_unfinished_requests()):
+                    self.output_processor.add_request(request, inbox)
+                    unfinished.add(request.request_id)
+            while unfinished:
                 if not inbox:
                     self.step()
                     continue
                 output = inbox.pop(next(iter(inbox)))
                 if output.finished:
-                    del unfinished[output.request_id]
+                    unfinished.remove(output.request_id)
                 yield output
-            # What is left was aborted behind our back, by an observer for instance.
-            for output in list(unfinished.values()):
-                del unfinished[output.request_id]
-                yield self.output_processor.process(output)[1]
         finally:
             with uninterrupted():
                 for request_id in unfinished:
