@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import pytest
@@ -520,3 +521,69 @@ def test_a_step_loop_that_is_cancelled_before_it_begins_is_dead():
                 await anext(engine.generate([1, 2], SamplingParams(), "y"))
 
     asyncio.run(main())
+
+
+def on_another_loop(coroutine):
+    """What the coroutine raises on an event loop of its own, in a thread of its own."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, coroutine).exception(timeout=30)
+
+
+def test_a_second_event_loop_is_told_so():
+    async def first(engine, stream):
+        return await anext(stream)
+
+    async def main():
+        async with make_engine() as engine:
+            stream = engine.generate("a fox", LONG, "mine")
+            await anext(stream)
+            # An event loop that waits for this one would wait for ever: it runs on the side.
+            for call in (
+                lambda: first(engine, engine.generate("a fox", LONG, "theirs")),
+                lambda: engine.abort("mine"),
+                lambda: engine.shutdown(),
+            ):
+                error = await asyncio.to_thread(on_another_loop, call())
+                assert type(error) is RuntimeError and "another event loop" in str(error), error
+            assert list(engine.mailboxes) == ["mine"]
+            last = [output async for output in stream][-1]
+            assert last.finished and len(last.outputs[0].token_ids) == 100
+        await engine.shutdown()  # a second time
+        check_nothing_is_left(engine)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_the_engine_of_a_loop_that_ended_can_be_shut_down(used):
+    engine = make_engine()
+
+    async def leave():
+        await anext(engine.generate("a fox", LONG, "r"))
+
+    if used:
+        asyncio.run(leave())
+        with pytest.raises(EngineDeadError):
+            asyncio.run(leave())
+    asyncio.run(engine.shutdown())
+    check_nothing_is_left(engine)
+
+
+def test_the_engine_of_a_loop_that_was_closed_in_the_middle_can_be_shut_down():
+    engine, loop = make_engine(), asyncio.new_event_loop()
+    stream = engine.generate("a fox", LONG, "r")
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    asyncio.run(engine.shutdown())
+    assert not engine_threads() and not engine.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("name", ["", None, 7, ["r"], {}])
+def test_what_is_no_id_is_named(name):
+    async def body(engine):
+        with pytest.raises(ValueError, match="request_id must be a non-empty string"):
+            await anext(engine.generate("a fox", LONG, name))
+        with pytest.raises(ValueError, match="request_id must be a non-empty string"):
+            await engine.abort(name)
+
+    run(body)

@@ -386,6 +386,14 @@ def test_an_observer_that_fails_loses_nothing():
     assert output.finished and len(output.outputs[0].token_ids) == 3 and steps == [0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["", None, 7, ["r"], {}])
+def test_what_is_no_id_is_named(name):
+    engine = make_engine()
+    for call in (engine.abort, engine.explain):
+        with pytest.raises(ValueError, match="request_id must be a non-empty string"):
+            call(name)
+
+
 def test_the_name_of_a_refused_request_is_free_once_it_was_told():
     engine = make_engine()
     engine.add_request(request("r", []))

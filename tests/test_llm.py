@@ -763,10 +763,51 @@ def test_a_request_aborted_by_an_observer_is_an_output_like_any_other():
     assert not llm.output_processor.inboxes and not llm.engine.has_unfinished_requests()
 
 
+def test_an_observer_that_fails_moves_no_other_stream_past_its_stop_string(llm):
+    """The step that completes the string is cut short; its text comes before another token."""
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    text = generate(llm, "a fox", long)[0].outputs[0].text
+    stopping = replace(long, stop=text[9:14])
+    expected = generate(llm, "a fox", stopping)[0].outputs[0]
+    assert expected.finish_reason == "stop" and 2 < len(expected.token_ids) < 30
+
+    def observer(event):
+        if event.step == last:
+            raise OSError("disk full")
+
+    last = llm.engine.num_steps + len(expected.token_ids) - 1
+    mine, other = llm.stream("a fox", stopping), llm.stream("Once", long)
+    pieces = [next(mine)]
+    llm.engine.observers.append(observer)
+    with pytest.raises(OSError, match="disk full"):
+        list(other)
+    llm.engine.observers.clear()
+    pieces += mine
+    assert [i for piece in pieces for i in piece.outputs[0].token_ids] == expected.token_ids
+    assert pieces[-1].outputs[0].stop_reason == expected.stop_reason
+
+
 @pytest.mark.parametrize("prompts", [None, 5, np.array([1, 2, 3]), {1, 2}])
 def test_what_is_no_list_of_prompts_is_named(llm, prompts):
     with pytest.raises(TypeError, match="prompts must be a string, a list of token ids, a dict"):
         llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [True, 5],
+        {"prompt_token_ids": [True]},
+        {"prompt_token_ids": [np.bool_(True)]},
+        {"prompt": 5, "prompt_token_ids": [3]},
+        {"prompt": "a fox", "cache_salt": "mine"},
+        {"prompt": None},
+        {},
+    ],
+)
+def test_what_is_no_prompt_is_named(llm, prompt):
+    with pytest.raises(TypeError, match=r"prompts\[\d\] must be a string, a list of token ids"):
+        llm.generate([prompt, "a fox"], use_tqdm=False)
 
 
 @pytest.mark.parametrize("params", [5, "greedy", {"temperature": 0}])

@@ -24,6 +24,7 @@ from tinyvllm.request import (
     Logprob,
     Request,
     check_integer,
+    check_request_id,
     is_token_id,
 )
 from tinyvllm.scheduler import Scheduler, SchedulerOutput
@@ -161,7 +162,7 @@ class Engine:
         self.num_steps = 0
         self._outputs: dict[str, GenerationOutput] = {}  # of requests that are alive
         self._sequences: dict[str, list[Sequence]] = {}
-        self._undelivered: dict[str, GenerationOutput] = {}  # refused since the last step
+        self._undelivered: dict[str, GenerationOutput] = {}  # refused, or held back by an error
         self._num_arrived = 0
         self._seeds = random.Random(self.config.seed)
 
@@ -268,7 +269,9 @@ class Engine:
 
         An output is the request's own and grows from step to step; copy what must not change.
         """
-        changed = self._advance() if self._outputs else []
+        # What an observer's error held back may end at a stop string: it goes before more tokens.
+        held_back = any(output.error is None for output in self._undelivered.values())
+        changed = self._advance() if self._outputs and not held_back else []
         undelivered, self._undelivered = self._undelivered, {}
         return list(undelivered.values()) + changed
 
@@ -388,6 +391,7 @@ class Engine:
         Returns its output so far, or None if no such request is alive (abort it twice, or
         after it finished, and nothing happens).
         """
+        check_request_id(request_id)
         undelivered = self._undelivered.pop(request_id, None)
         output = self._outputs.get(request_id)
         if output is None:
@@ -422,6 +426,7 @@ class Engine:
         Raises:
             KeyError: no such request is alive.
         """
+        check_request_id(request_id)
         if request_id not in self._sequences:
             raise KeyError(f"no request {request_id!r} is alive")
         seq_ids = [seq.seq_id for seq in self._sequences[request_id] if not seq.status.finished]

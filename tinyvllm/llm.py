@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,14 @@ from tqdm import tqdm
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.model_runner import ModelRunner
-from tinyvllm.request import CompletionOutput, GenerationOutput, Request, SamplingParams
+from tinyvllm.request import (
+    CompletionOutput,
+    GenerationOutput,
+    Request,
+    SamplingParams,
+    check_request_id,
+    is_integer,
+)
 from tinyvllm.tokenizer import CompletionText, LogprobText, Tokenizer
 
 Prompt = str | list[int] | dict  # dict: {"prompt": str} or {"prompt_token_ids": list[int]}
@@ -28,7 +34,7 @@ Prompt = str | list[int] | dict  # dict: {"prompt": str} or {"prompt_token_ids":
 
 def is_token_ids(prompt: object) -> bool:
     """Whether `prompt` is a list of integers."""
-    return isinstance(prompt, list | tuple) and all(isinstance(i, Integral) for i in prompt)
+    return isinstance(prompt, list | tuple) and all(is_integer(i) for i in prompt)
 
 
 def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
@@ -55,22 +61,22 @@ def make_request(
     Raises TypeError or ValueError for what is no prompt, or a bad word without tokens. What
     only the engine can judge, such as a prompt that is too long, is left to it.
     """
-    text, token_ids = None, prompt
-    if isinstance(prompt, str):
-        text, token_ids = prompt, None
-    elif isinstance(prompt, dict):
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    fields = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    if isinstance(prompt, dict):
+        fields = prompt
+    text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
     if token_ids is None and isinstance(text, str):
         try:
             token_ids = tokenizer.encode(text)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    if not is_token_ids(token_ids):
+    known = fields.keys() <= {"prompt", "prompt_token_ids"}
+    if not known or not is_token_ids(token_ids) or not isinstance(text, str | None):
         raise TypeError(
             f"{name} must be a string, a list of token ids, or a dict with 'prompt' or "
-            f"'prompt_token_ids', got {prompt!r:.80}"
+            f"'prompt_token_ids' and nothing else, got {prompt!r:.80}"
         )
-    request = Request(request_id, [int(i) for i in token_ids], params, prompt=text)
+    request = Request(request_id, token_ids, params, prompt=text)
     if params.bad_words:
         forbidden = tokenizer.bad_words_token_ids(params.bad_words)
         request = dataclasses.replace(request, bad_words_token_ids=forbidden)
@@ -387,6 +393,7 @@ class AsyncEngine:
     A thread of its own steps the engine, and meanwhile nothing else touches it: consumers
     leave commands, which the thread applies between two steps, and find snapshots in their
     mailboxes. So no lock is needed. Use it with `async with`, or await `shutdown` at the end.
+    It belongs to the event loop that its first request came on.
     Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
 
     Args:
@@ -410,6 +417,7 @@ class AsyncEngine:
         self._closing = False
         self._thread = ThreadPoolExecutor(1, "tinyvllm-engine")
         self._task: asyncio.Task | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the task
 
     @classmethod
     def from_engine_args(
@@ -423,12 +431,14 @@ class AsyncEngine:
     ) -> AsyncIterator[GenerationOutput]:
         """Continue a prompt; yields all there is so far, whenever there is more.
 
-        It begins when the first output is asked for. Leaving early (a cancelled task, `break`,
-        `aclose`) aborts it. A prompt that cannot be served has one output, with `error` set.
+        It begins when the first output is asked for. A cancelled task and `aclose` abort it. So
+        does a `break`, as soon as nothing refers to the generator (`contextlib.aclosing` does
+        not wait for that). A prompt that cannot be served has one output, with `error` set.
 
         Raises:
-            TypeError, ValueError: no prompt, a bad word without tokens, or an id in use.
+            TypeError, ValueError: no prompt, a bad word without tokens, no id, or one in use.
             EngineDeadError: the engine serves no more.
+            RuntimeError: it serves another event loop.
         """
         mailbox, output = self._enter(prompt, sampling_params, request_id), None
         try:
@@ -441,23 +451,33 @@ class AsyncEngine:
                 self._command(mailbox, None)
 
     async def abort(self, request_id: str):
-        """End a request early: its consumer gets what there is, with the reason "abort"."""
+        """End a request early: its consumer gets what there is, with the reason "abort". Nothing
+        happens if no such request is alive. RuntimeError: the engine serves another event loop."""
+        check_request_id(request_id)
         if request_id in self.mailboxes:
+            self._check_loop()
             self._command(self.mailboxes[request_id], None)
 
     def _enter(self, prompt: Prompt, params: SamplingParams, request_id: str) -> Mailbox:
         if self.dead is not None:
             raise self._dead_error()
+        request = make_request(self.tokenizer, prompt, params, request_id)
         if request_id in self.mailboxes:
             raise ValueError(f"request_id {request_id!r} is in use")
-        request = make_request(self.tokenizer, prompt, params, request_id)
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._loop = asyncio.get_running_loop()
+            self._task = self._loop.create_task(self._run())
             # A task that is cancelled before it begins runs nothing, not even its `finally`.
             self._task.add_done_callback(lambda task: self.dead or self._close(None))
+        self._check_loop()
         mailbox = self.mailboxes[request_id] = Mailbox(request_id)
         self._command(mailbox, request)
         return mailbox
+
+    def _check_loop(self):
+        """An event that another loop's task waits for cannot be set from here."""
+        if self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("this AsyncEngine serves another event loop: make one for each loop")
 
     def _command(self, mailbox: Mailbox, request: Request | None):
         self._commands.append((mailbox, request))
@@ -465,7 +485,6 @@ class AsyncEngine:
 
     async def _run(self):
         """Step and deliver until the end; sleep while there is nothing to do."""
-        loop = asyncio.get_running_loop()
         try:
             while not self._closing:
                 self._wake_up.clear()
@@ -473,7 +492,7 @@ class AsyncEngine:
                     await self._wake_up.wait()
                     continue
                 commands, self._commands = self._commands, []
-                news = await loop.run_in_executor(self._thread, self._advance, commands)
+                news = await self._loop.run_in_executor(self._thread, self._advance, commands)
                 for mailbox, item in news:
                     mailbox.put(item)
         except BaseException as error:
@@ -517,13 +536,18 @@ class AsyncEngine:
         return error
 
     async def shutdown(self):
-        """End it all: no thread and no task is left, and whoever waits gets EngineDeadError."""
+        """End it all: no thread and no task is left, and whoever waits gets EngineDeadError.
+
+        Once is enough, twice does no harm. RuntimeError: the engine serves another event loop.
+        """
+        if self._task is None or self._task.done() or self._loop.is_closed():
+            if self.dead is None:
+                self._close(None)
+            return
+        self._check_loop()
         self._closing = True
         self._wake_up.set()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        elif self.dead is None:
-            self._close(None)
+        await asyncio.wait([self._task])
 
     async def __aenter__(self) -> "AsyncEngine":
         return self

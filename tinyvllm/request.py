@@ -204,6 +204,12 @@ def as_list(name: str, value: object, is_item: Callable[[object], bool], items: 
     return [plain(item) for item in dict.fromkeys(value)]
 
 
+def check_request_id(value: object) -> None:
+    """Raise a ValueError unless `value` can be a request's id."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"request_id must be a non-empty string, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it, as the engine receives it.
@@ -228,8 +234,7 @@ class Request:
     bad_words_token_ids: list[list[int]] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.request_id, str) or not self.request_id:
-            raise ValueError(f"request_id must be a non-empty string, got {self.request_id!r}")
+        check_request_id(self.request_id)
         ids, params = self.prompt_token_ids, self.sampling_params
         if not isinstance(ids, list | tuple):
             raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r}")

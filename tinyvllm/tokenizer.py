@@ -265,7 +265,8 @@ class LogprobText:
     """Fills in the `decoded_token` of log-probabilities: what the token adds to the text there.
 
     A token that leaves a character unfinished adds nothing, one that completes it adds the
-    character, so the decoded tokens of a sequence add up to its text. Special tokens show.
+    character, so the decoded tokens of a sequence add up to its text, less what a last token
+    leaves unfinished (U+FFFD in the text). Special tokens show.
     vLLM's (`vllm/v1/engine/logprobs.py`) agree where no token ends inside a character.
     """
 
