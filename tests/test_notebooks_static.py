@@ -17,6 +17,7 @@ NBVAL_REASONS: dict[str, str] = {}
 # Cells whose text holds durations although outputs are the same everywhere: cell id -> why.
 TIMING_REASONS: dict[str, str] = {
     "04-056": "recorded evidence, read from book/data/control_plane.json",
+    "15-097": "recorded evidence, read from book/data/batching.json",
 }
 
 # The rules of the whole template hold in these; the other chapters may be shorter for now.

@@ -392,9 +392,8 @@ class AsyncEngine:
 
     A thread of its own steps the engine, and meanwhile nothing else touches it: consumers
     leave commands, which the thread applies between two steps, and find snapshots in their
-    mailboxes. So no lock is needed. Use it with `async with`, or await `shutdown` at the end.
-    It belongs to the event loop that its first request came on.
-    Follows `vllm/v1/engine/async_llm.py`, whose engine is another process.
+    mailboxes, so no lock is needed. It belongs to the event loop of its first request. Use it
+    with `async with`, or await `shutdown` at the end. Follows `vllm/v1/engine/async_llm.py`.
 
     Args:
         engine: serves the requests; its observers are called in the thread.
