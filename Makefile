@@ -19,8 +19,7 @@ demo: .venv/installed
 	  "Long ago, there lived a clever young fox called Hugo" \
 	  "Nora was a patient girl who lived"
 
-# The notebooks run twice: in tests/test_notebooks_run.py, which holds that a refresh changes nothing
-# and that the exercises' solutions pass, and under nbval, as a reader's own checks would.
+# nbval runs the notebooks: the outputs are those of a refresh, and the exercises' solutions pass.
 test: .venv/installed-all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,9 +1,13 @@
 """Settings of `pytest --nbval`: what the book's notebooks must keep to, beyond nbval's defaults.
 
+A warning is no part of what a cell shows, a cell must have been executed, and when a chapter has
+run to its end, the solution of each of its exercises must pass the check.
+
 Nothing here acts in a run without `--nbval`.
 """
 
 import os
+from collections import defaultdict
 
 import pytest
 
@@ -21,14 +25,43 @@ def pytest_collection_modifyitems(config, items):
         return
     from book.tools.refresh import has_cuda
 
-    cells = [item for item in items if hasattr(item, "cell")]
-    for notebook in {item.parent for item in cells}:
-        # A warning is no part of what a cell shows; refresh does not save it.
+    chapters: dict[pytest.File, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "cell"):
+            chapters.setdefault(item.parent, []).append(item)
+    for notebook, cells in chapters.items():
         notebook.skip_compare = (*notebook.skip_compare, "stderr")
-    for item in cells:
-        tags = item.cell.metadata.get("tags", [])
-        if "gpu" in tags and not has_cuda():
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        for item in cells:
+            if "gpu" in item.cell.metadata.get("tags", []) and not has_cuda():
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        after_last = items.index(cells[-1]) + 1
+        items[after_last:after_last] = solutions(notebook, len(cells))
+
+
+def solutions(notebook, num_cells):
+    """A cell for each exercise of a notebook that shows the check's verdict on the solution."""
+    from nbformat.v4 import new_code_cell, new_output
+    from nbval.plugin import IPyNbCell
+
+    from book.tools.exercise import find_exercises
+
+    passed = new_output("execute_result", {"text/plain": "'passed'"}, execution_count=1)
+    for number, exercise in enumerate(find_exercises(notebook.nb.cells, notebook.name), num_cells):
+        cell = new_code_cell(
+            "from book.tools.exercise import verdict\n"
+            f"exec({exercise.solution!r})\n"
+            f"verdict({exercise.check}, {exercise.answer})",
+            outputs=[passed],
+            execution_count=1,
+            id=exercise.label,
+        )
+        yield IPyNbCell.from_parent(
+            notebook,
+            name=f"solution of {exercise.label}",
+            cell_num=number,
+            cell=cell,
+            options=defaultdict(bool, check=True),
+        )
 
 
 def pytest_runtest_call(item):

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import re
 import statistics
 
@@ -176,15 +177,18 @@ def test_package_is_what_the_notebooks_export():
     assert export([], check=True) == 0
 
 
+modules_and_problems = functools.cache(book_modules)
+
+
 @notebooks
 def test_export_rules(path):
     """Each name from exactly one cell, only earlier modules imported, known tags, no magics."""
-    assert book_modules()[1].get(path) is None
+    assert modules_and_problems()[1].get(path) is None
 
 
 @notebooks
 def test_public_names_have_docstrings(path):
-    modules = [module for module in book_modules()[0].values() if module.notebook == path]
+    modules = [module for module in modules_and_problems()[0].values() if module.notebook == path]
     missing = []
     for module in modules:
         for piece in module.pieces:
@@ -303,6 +307,17 @@ def test_exercises_keep_to_the_form(path):
     ]
     assert len({e.check for e in exercises}) == len(exercises)
     assert all(e.check.startswith("check_") for e in exercises)
+
+
+@notebooks
+def test_stubs_do_not_pass(path):
+    """What their cells show; nbval holds that it is true."""
+    notebook = read(path)
+    shown = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    for exercise in find_exercises(notebook.cells, path.name):
+        stub = shown[exercise.cell][-1].text.splitlines()
+        assert any(line.startswith("not yet: ") for line in stub), exercise.label
+        assert "passed" not in stub, exercise.label
 
 
 def test_normalising_twice_changes_nothing():

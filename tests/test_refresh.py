@@ -213,6 +213,10 @@ def test_nbval_settings(root):
     bad = nbformat.reads(good.read_text().replace('"2"', '"3"'), as_version=4)
     bad.cells += [code("fails()", "gpu", execution_count=4), code("y = 1")]
     nbformat.write(bad, root / "notebooks/02_sequence.ipynb")
+    exercised = new("03_scheduler", root)
+    assert run(exercised) == 0
+    wrong = exercised.read_text().replace("return min(values)", "return max(values)")
+    (root / "notebooks/04_block_pool.ipynb").write_text(wrong.replace("ex-03", "ex-04"))
 
     command = "-m pytest --nbval --nbval-current-env notebooks"
     result = subprocess.run(
@@ -239,4 +243,7 @@ def test_nbval_settings(root):
         ["FAILED"],  # never executed, which nbval alone lets pass
     ]
     assert "was never executed: refresh" in result.stdout
+    assert "PASSED notebooks/03_scheduler.ipynb::solution of ex-03-1" in result.stdout
+    assert "FAILED notebooks/04_block_pool.ipynb::solution of ex-04-1" in result.stdout
+    assert "not yet: the smallest of [3, 1, 2] is 1" in result.stdout
     assert has_cuda() or "needs CUDA" in result.stdout

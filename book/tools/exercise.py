@@ -6,7 +6,8 @@ In a notebook an exercise is three cells:
 2. code: the stub, `check_name(answer)`, and `attempt(check_name, name)`;
 3. markdown: the solution, python blocks inside `<details><summary>Solution</summary>`.
 
-`tests/test_notebooks_run.py` holds that every stub fails its check and every solution passes it.
+Every stub fails its check (`tests/test_notebooks_static.py` looks at its output), and every solution
+passes it (`pytest --nbval` tries them, see conftest.py).
 """
 
 import ast
