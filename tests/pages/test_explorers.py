@@ -4,7 +4,6 @@ import pytest
 
 from book.tools import Explorer
 from book.tools.explorer import Bar, Picture
-from tests.pages.built import PAGES, page_name
 
 
 def show(power, cut):
@@ -85,22 +84,3 @@ def test_without_scripts_the_first_setting_is_a_table(browser, figure, tab):
         first = bare.locator("figure").first
         assert row(first, 0) == ["cat", "75.0 %", "75.0 %"]
         assert not first.get_by_role("slider").count()
-
-
-@pytest.mark.skipif(not PAGES, reason="no pages: run make book")
-def test_every_explorer_of_the_book_answers(tab):
-    wrong = []
-    pages = [page for page in PAGES if 'class="tv-explorer"' in page.read_text(encoding="utf-8")]
-    assert pages, "the book has no explorer"
-    for page in pages:
-        tab.goto(page.as_uri())
-        for figure in tab.locator("figure.tv-explorer").all():
-            for slider in figure.get_by_role("slider").all():
-                shown = set()
-                for key in ("Home", "End"):
-                    slider.press(key)
-                    table, sentence = figure.locator("table"), figure.locator("[aria-live]")
-                    shown.add(table.inner_text() + sentence.inner_text())
-                if len(shown) == 1:
-                    wrong.append((page_name(page), figure.get_attribute("aria-label")))
-    assert not wrong

@@ -3,7 +3,6 @@
 import pytest
 
 from book.tools import Stepper
-from tests.pages.built import PAGES, page_name
 
 FRAMES = [
     {
@@ -108,23 +107,3 @@ def test_without_scripts_the_story_is_a_list(browser, figure, tab):
         assert bare.locator("figure").first.locator("li").all_inner_texts() == [
             frame["caption"] for frame in FRAMES
         ]
-
-
-@pytest.mark.skipif(not PAGES, reason="no pages: run make book")
-def test_every_stepper_of_the_book_answers(tab):
-    wrong = []
-    pages = [page for page in PAGES if 'class="tv-stepper"' in page.read_text(encoding="utf-8")]
-    assert pages, "the book has no stepper"
-    for page in pages:
-        tab.goto(page.as_uri())
-        for figure in tab.locator("figure.tv-stepper").all():
-            steps = int(figure.locator(".tv-count").inner_text().split()[-1])
-            if steps == 1:
-                continue
-            press(figure, "Next")
-            figure.locator(".tv-view").press("ArrowLeft")
-            figure.locator(".tv-view").press("End")
-            count = figure.locator(".tv-count").inner_text()
-            if count != f"{steps} / {steps}" or not figure.locator("svg[aria-label]").count():
-                wrong.append((page_name(page), figure.get_attribute("aria-label"), count))
-    assert not wrong
