@@ -44,13 +44,14 @@ export: .venv/installed-all
 clean:
 	rm -rf .venv _build node_modules
 
-# Installed again only when what is to be installed has changed.
+# Installed again only when what is to be installed has changed. Python compiles what it imports, when
+# it does: a small part of what is installed.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tinyvllm needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	@touch $@
 
 .venv/installed-all: .venv/installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,book]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev,book]'
 	@touch $@
