@@ -410,4 +410,4 @@ def test_overlap_and_graphs_together(model):
     runner = graph_runner(model)
     engine = OverlappedEngine(runner.config, runner)
     assert serve(engine, WISHES[:3], max_tokens=(7,)) == expected
-    assert engine.num_predicted == 5  # of 7 steps: all but the prompts' and the last
+    assert engine.num_predicted == 6  # of 7 steps: all but the first
