@@ -313,7 +313,7 @@ def test_what_is_captured_never_asks_the_host(model):
 def test_static_memory_stays_where_it_is(model):
     runner = graph_runner(model)
     for step, _, _ in runner.graphs.graphs.values():
-        arrays = padding_rows(step.size, step.table_width)
+        arrays = padding_rows(step.size, runner.table_width)
         views = unpack(step.buffer, arrays)
         for name, view in step.inputs.items():
             assert view.data_ptr() == views[name].data_ptr()

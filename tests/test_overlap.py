@@ -83,8 +83,7 @@ wishes = st.fixed_dictionaries(
 )
 scripts = st.lists(
     st.tuples(
-        st.lists(st.tuples(prompts, wishes), max_size=2)
-        | st.just([]),  # most steps bring nobody
+        st.lists(st.tuples(prompts, wishes), max_size=2) | st.just([]),  # most steps bring nobody
         st.lists(st.integers(0, 9), max_size=1) | st.just([]),
     ),
     min_size=1,

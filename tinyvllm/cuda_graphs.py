@@ -90,7 +90,7 @@ def pad_batch(batch: ExecutionBatch, size: int, table_width: int) -> dict[str, n
     return arrays
 
 
-LARGEST_GRAPH = 512  # rows; a larger step computes long enough to hide its launches
+LARGEST_GRAPH = 512  # rows; larger steps are launched kernel by kernel
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -101,13 +101,12 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def draw_random_rows(
-    token_ids: Tensor, logits: Tensor, tokens: Tensor, inputs: dict[str, Tensor]
-) -> None:
+def draw_random_rows(token_ids: Tensor, logits: Tensor, tokens: Tensor, inputs: dict) -> None:
     """Replace the greedy `token_ids` int64 `[R]` of random rows by draws; `logits` float32
     `[R, V]` are used up. As in `sample`, without asking the host anything.
 
-    tokens: `token_keys` of the vocabulary; inputs: temperatures, min_ps, seeds, output_indices.
+    tokens: `token_keys` of the vocabulary; inputs: the tensors temperatures, min_ps, seeds and
+    output_indices by name.
     """
     greedy = inputs["temperatures"] < GREEDY_BELOW
     scale(logits, inputs["temperatures"].masked_fill(greedy, 1.0), inputs["min_ps"])
@@ -138,8 +137,7 @@ class DecodeStep:
 
     def __init__(self, runner, size: int, logits: Tensor, token_ids: Tensor, tokens: Tensor):
         self.runner, self.size, self.tokens = runner, size, tokens
-        self.table_width = -(-runner.max_model_len // runner.block_size)
-        arrays = padding_rows(size, self.table_width)
+        arrays = padding_rows(size, runner.table_width)
         self.buffer = runner.send(arrays)
         self.inputs = unpack(self.buffer, arrays)
         self.attend = runner.decode_attention(self.inputs)
@@ -147,7 +145,7 @@ class DecodeStep:
 
     def fill(self, batch: ExecutionBatch) -> None:
         """Bring a batch of at most `size` decodes, and padding, to where the step reads."""
-        arrays = pad_batch(batch, self.size, self.table_width)
+        arrays = pad_batch(batch, self.size, self.runner.table_width)
         self.buffer.copy_(self.runner.pack(arrays), non_blocking=True)
 
     def forward(self) -> None:
@@ -263,6 +261,11 @@ class CudaModelRunner(ModelRunner):
     def on_device(self):
         """Within this context, kernels are launched where the model is."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a sequence of full length."""
+        return -(-self.max_model_len // self.block_size)
 
     def pack(self, arrays: dict[str, np.ndarray]) -> Tensor:
         """The arrays in one buffer that can be copied to the device without waiting."""
