@@ -12,13 +12,8 @@ import torch
 import torch.nn.functional as F
 from evidence import interleaved_medians, save
 
-from tinyvllm.attention import (
-    PagedKVCache,
-    chunk_attention,
-    paged_decode,
-    paged_decode_kernel,
-    reference_paged_attention,
-)
+from tinyvllm.attention import PagedKVCache, reference_paged_attention
+from tinyvllm.cpu_attention import chunk_attention, paged_decode, paged_decode_kernel
 
 HEADS, HEAD_SIZE, BLOCK_SIZE = 12, 64, 16
 SCALE = HEAD_SIZE**-0.5

@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import greedy_rows
 
-from tinyvllm.attention import (
-    PagedAttention,
-    PagedKVCache,
-    paged_decode,
-    paged_decode_kernel,
-    reference_paged_attention,
-)
+from tinyvllm.attention import PagedKVCache, reference_paged_attention
+from tinyvllm.cpu_attention import PagedAttention, paged_decode, paged_decode_kernel
 from tinyvllm.execution_batch import ExecutionBatch
 
 
@@ -190,7 +185,7 @@ def test_sixteen_bit_caches():
 TWO_THREADS = """
 import threading
 import numpy as np, torch
-from tinyvllm.attention import paged_decode
+from tinyvllm.cpu_attention import paged_decode
 
 q = torch.ones(4, 2, 8)
 cache = torch.ones(5, 4, 2, 8)

@@ -28,6 +28,8 @@ BAD_VALUES = {
     "scheduling_policy": (["FCFS", "fair", None], "one of fcfs, priority"),
     "long_prefill_token_threshold": ([-1, None, 0.5, True], "an integer >= 0"),
     "scheduler_reserve_full_isl": ([None, 1], "True or False"),
+    "enforce_eager": ([None, 1, "no"], "True or False"),
+    "async_scheduling": ([None, 0, "auto"], "True or False"),
     "logprobs_mode": (["raw", None, "raw_logits"], "one of raw_logprobs, processed_logprobs"),
 }
 GOOD_VALUES = {

@@ -116,3 +116,26 @@ def test_control_plane_tests_run_with_torch_blocked():
     """
     printed = run_python(BLOCK + textwrap.dedent(code), cwd=ROOT)
     assert printed.splitlines()[-1] == "0 0 False", printed
+
+
+def test_the_gpu_path_needs_neither_numba_nor_psutil():
+    """A machine with a GPU may have PyTorch, Triton and the tokenizer alone; an engine there
+    must not ask for what only the CPU path uses."""
+    block = BLOCK.replace(str(HEAVY), str(["numba", "psutil"]))
+    code = """
+    import tinyvllm.cuda_graphs
+    import tinyvllm.llm
+    from tinyvllm.config import EngineConfig
+    from tinyvllm.gpt2 import load_model
+
+    model = load_model(None, device="cpu", dtype="float32")
+    tinyvllm.cuda_graphs.CudaModelRunner.free_memory = lambda self: 1 << 40
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=4, enforce_eager=True)
+    tinyvllm.cuda_graphs.CudaModelRunner(config, model)
+    for name in ("numba", "psutil"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            print(error)
+    """
+    assert run_python(block + textwrap.dedent(code)) == "numba is blocked\npsutil is blocked"

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from test_attention import make_batch
 
 from book.tools.refresh import has_cuda
-from tinyvllm.attention import PagedAttention, PagedKVCache, reference_paged_attention
+from tinyvllm.attention import PagedKVCache, reference_paged_attention
+from tinyvllm.cpu_attention import PagedAttention
 from tinyvllm.gpt2 import load_model
+from tinyvllm.model_runner import step_arrays
 
 pytest.importorskip("triton")
 
@@ -18,6 +20,13 @@ from tinyvllm.triton_attention import TritonPagedAttention, paged_attention, sto
 
 DEVICE = "cuda" if has_cuda() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+def triton_attention(cache, batch):
+    """The class over a batch whose arrays are brought to the device one by one."""
+    arrays = step_arrays(batch).items()
+    tensors = {name: torch.from_numpy(array).to(DEVICE) for name, array in arrays}
+    return TritonPagedAttention.of(cache, batch, tensors)
 
 
 class Case:
@@ -57,7 +66,7 @@ class Case:
 
     def run(self):
         """Through the class: decodes by one kernel, chunks by the other."""
-        return TritonPagedAttention(self.cache, self.batch)(1, *self.parts, self.scale)
+        return triton_attention(self.cache, self.batch)(1, *self.parts, self.scale)
 
     def where(self):
         """query_start_loc, seq_lens, block_table on the device."""
@@ -167,7 +176,7 @@ def test_a_row_is_the_same_bits_alone_and_in_any_batch(short_splits):
 def test_more_splits_than_needed_change_nothing(short_splits):
     """What a captured CUDA graph does: the grid is for the longest sequence there may be."""
     case = Case([70, 20], [1, 1])
-    attend = TritonPagedAttention(case.cache, case.batch)
+    attend = triton_attention(case.cache, case.batch)
     expected = attend(1, *case.parts, case.scale)
     attend.max_splits = 7
     assert torch.equal(attend(1, *case.parts, case.scale), expected)
@@ -223,9 +232,9 @@ def test_grids_come_from_counts_alone():
 def test_caches_that_kernels_cannot_read():
     batch = Case([5], [1]).batch
     with pytest.raises(ValueError, match=r"float64 and 16"):
-        TritonPagedAttention(PagedKVCache(1, 9, 16, 1, 16, torch.float64), batch)
+        triton_attention(PagedKVCache(1, 9, 16, 1, 16, torch.float64), batch)
     with pytest.raises(ValueError, match=r"heads of 1 to 256 numbers, got torch.float32 and 257"):
-        TritonPagedAttention(PagedKVCache(1, 9, 16, 1, 257), batch)
+        triton_attention(PagedKVCache(1, 9, 16, 1, 257), batch)
 
 
 @torch.inference_mode()
@@ -239,7 +248,7 @@ def test_a_whole_forward_of_gpt2():
     table = np.array([[3, 7, 5], [2, 9, 4]], np.int32)
     steps = [((8, 20), (8, 20)), ((18, 21), (10, 1)), ((19, 22), (1, 1))]  # lengths, chunks
     hidden = {}
-    for attention in (PagedAttention, TritonPagedAttention):
+    for attention in (PagedAttention, triton_attention):
         cache, hidden[attention] = PagedKVCache(*sizes), []
         for lengths, chunks in steps:
             batch = make_batch(lengths, chunks, 16, 12, rng)
@@ -250,6 +259,6 @@ def test_a_whole_forward_of_gpt2():
             ids = tokens[seqs, batch.positions]
             positions = torch.from_numpy(batch.positions)
             hidden[attention].append(model.forward(ids, positions, attention(cache, batch)))
-    for ours, cpu in zip(hidden[TritonPagedAttention], hidden[PagedAttention], strict=True):
+    for ours, cpu in zip(hidden[triton_attention], hidden[PagedAttention], strict=True):
         assert (ours - cpu).abs().max() < 1e-4
         assert torch.equal(*(model.compute_logits(h).argmax(-1) for h in (ours, cpu)))

@@ -39,6 +39,8 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0  #: most tokens a step gives one of several; 0: off
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
     logprobs_mode: str = "raw_logprobs"  #: before or, "processed_logprobs", after sampling params
+    enforce_eager: bool = False  #: on a GPU, launch kernel by kernel, without CUDA graphs
+    async_scheduling: bool = False  #: plan a step while the one before it runs
 
     def __post_init__(self):
         self._check_fields()
@@ -61,9 +63,14 @@ class EngineConfig:
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_integer("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        check_flag("enable_chunked_prefill", self.enable_chunked_prefill)
-        check_flag("scheduler_reserve_full_isl", self.scheduler_reserve_full_isl)
+        for name in (
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "scheduler_reserve_full_isl",
+            "enforce_eager",
+            "async_scheduling",
+        ):
+            check_flag(name, getattr(self, name))
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
 

@@ -277,8 +277,7 @@ class Engine:
 
     def _advance(self) -> list[GenerationOutput]:
         """Plan, execute, update: one step of everything that is alive."""
-        plan = self.scheduler.schedule()
-        out = self._execute(plan)
+        plan, out = self._plan_and_execute()
         # A sequence may have been aborted while the model ran; its token is dropped.
         sampled = [
             (seq, token_id)
@@ -299,6 +298,11 @@ class Engine:
             self._undelivered |= {output.request_id: output for output in changed}
             raise
         return changed
+
+    def _plan_and_execute(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """The step's plan, and what the model made of it."""
+        plan = self.scheduler.schedule()
+        return plan, self._execute(plan)
 
     def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run the model over the plan; one token for each sequence in `plan.sampling`."""

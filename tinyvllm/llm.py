@@ -17,8 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from tinyvllm.config import EngineConfig
+from tinyvllm.cuda_graphs import make_engine
 from tinyvllm.engine import Engine
-from tinyvllm.model_runner import ModelRunner
 from tinyvllm.request import (
     CompletionOutput,
     GenerationOutput,
@@ -205,9 +205,7 @@ def load_engine(
 ) -> tuple[Engine, Tokenizer]:
     """An engine for a model, and the tokenizer that goes with it; see `LLM` for the arguments."""
     config = EngineConfig(model=None if model is None else str(model), **engine_args)
-    runner = ModelRunner(config)
-    engine = Engine(config, runner, eos_token_id=runner.eos_token_id)
-    return engine, Tokenizer.from_pretrained(tokenizer or model)
+    return make_engine(config), Tokenizer.from_pretrained(tokenizer or model)
 
 
 class LLM:

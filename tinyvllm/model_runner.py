@@ -4,12 +4,11 @@ Built, step by step, in notebooks/11_model_runner.ipynb.
 """
 
 import numpy as np
-import psutil
 import torch
 
-from tinyvllm.attention import PagedAttention, PagedKVCache
+from tinyvllm.attention import PagedKVCache
 from tinyvllm.execution_batch import ExecutionBatch, ModelRunnerOutput
-from tinyvllm.gpt2 import GPT2, load_model, resolve_device, resolve_dtype
+from tinyvllm.gpt2 import GPT2, Attend, load_model, resolve_device, resolve_dtype
 from tinyvllm.sampler import sample, score_prompt
 
 # What a CPU engine takes for the KV cache unless it is told: a share of the memory that is
@@ -39,15 +38,13 @@ class ModelRunner:
         self.model, self.device = model, model.device
         self.config = config.resolve(model.config.n_positions)
         self.num_blocks = self.size_kv_cache()
-        self.cache = PagedKVCache(
-            model.config.n_layer,
-            self.num_blocks,
-            config.block_size,
-            model.config.n_head,
-            model.config.head_size,
-            model.dtype,
-            self.device,
-        )
+        self.cache = self.make_cache(self.num_blocks)
+
+    def make_cache(self, num_blocks: int) -> PagedKVCache:
+        """Memory for the keys and values of this many blocks."""
+        shape, block_size = self.model.config, self.config.block_size
+        sizes = (shape.n_layer, num_blocks, block_size, shape.n_head, shape.head_size)
+        return PagedKVCache(*sizes, self.model.dtype, self.device)
 
     @property
     def vocab_size(self) -> int:
@@ -73,15 +70,19 @@ class ModelRunner:
         """Bytes that the device could give now."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
+        import psutil  # not above: a GPU tells by itself what is free
+
         return psutil.virtual_memory().available
 
-    def kv_memory(self) -> int:
-        """Bytes that the KV cache may take when the config does not say."""
+    def kv_memory(self) -> tuple[int, str]:
+        """Bytes that the KV cache may take when the config does not say, and what they are."""
         free = self.free_memory()
         if self.device.type == "cuda":
             total = torch.cuda.mem_get_info(self.device)[1]
-            return max(0, int(free - (1 - self.config.gpu_memory_utilization) * total))
-        return min(int(free * CPU_KV_SHARE), CPU_KV_LIMIT)
+            budget = max(0, int(free - (1 - self.config.gpu_memory_utilization) * total))
+        else:
+            budget = min(int(free * CPU_KV_SHARE), CPU_KV_LIMIT)
+        return budget, f"the {budget} bytes of memory that may be used"
 
     def size_kv_cache(self) -> int:
         """How many blocks to allocate, the null block included."""
@@ -98,8 +99,7 @@ class ModelRunner:
             num_blocks, needed = config.kv_cache_memory_bytes // block_bytes, longest + 1
         else:
             # More than all running sequences at full length would only ever hold old prefixes.
-            budget = self.kv_memory()
-            source = f"the {budget} bytes of memory that may be used"
+            budget, source = self.kv_memory()
             num_blocks = min(budget // block_bytes, config.max_num_seqs * longest + 1)
             needed = longest + 1
         if num_blocks < needed:
@@ -115,30 +115,45 @@ class ModelRunner:
             )
         return num_blocks
 
-    def to_device(self, array: np.ndarray) -> torch.Tensor:
-        """A numpy array of the batch as a tensor where the model is."""
-        return torch.from_numpy(array).to(self.device)
+    def to_device(self, batch: ExecutionBatch) -> dict[str, torch.Tensor]:
+        """The batch's arrays by name, as tensors where the model is."""
+        arrays = step_arrays(batch).items()
+        return {name: torch.from_numpy(array).to(self.device) for name, array in arrays}
+
+    def attention(self, batch: ExecutionBatch, tensors: dict[str, torch.Tensor]) -> Attend:
+        """What the model calls in every layer of this step; `tensors` are `to_device`'s."""
+        from tinyvllm.cpu_attention import PagedAttention  # not above: a GPU needs no numba
+
+        return PagedAttention(self.cache, batch)
 
     @torch.inference_mode()
-    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+    def run(self, batch: ExecutionBatch) -> tuple[torch.Tensor, ModelRunnerOutput]:
         """Compute the batch's tokens, store their keys and values, sample and score the rows
-        asked for."""
-        hidden = self.model.forward(
-            self.to_device(batch.input_ids),
-            self.to_device(batch.positions),
-            PagedAttention(self.cache, batch),
-        )  # [T, d]
-        out = ModelRunnerOutput([])
+        asked for. Returns the sampled ids int64 `[R]`, still where the model is, and the rest."""
+        tensors = self.to_device(batch)
+        attend = self.attention(batch, tensors)
+        hidden = self.model.forward(tensors["input_ids"], tensors["positions"], attend)  # [T, d]
+        token_ids, out = torch.empty(0, dtype=torch.int64), ModelRunnerOutput([])
         if len(batch.logits_indices):  # not only unfinished chunks, where nobody gets a token
             # Rows first, vocabulary after: the projection costs as much as several layers.
-            logits = self.model.compute_logits(hidden[self.to_device(batch.logits_indices)])
+            logits = self.model.compute_logits(hidden[tensors["logits_indices"]])
             token_ids, out.logprobs = sample(logits, batch.sampling, self.config.logprobs_mode)
-            out.sampled_token_ids = token_ids.tolist()
         if len(batch.prompt_logits_indices):
             out.prompt_logprobs = score_prompt(
                 self.model.compute_logits,
-                hidden[self.to_device(batch.prompt_logits_indices)],
-                self.to_device(batch.prompt_targets),
+                hidden[tensors["prompt_logits_indices"]],
+                tensors["prompt_targets"],
                 batch.num_prompt_logprobs,
             )
+        return token_ids, out
+
+    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+        """Run one step of the model; returns when its tokens are here."""
+        token_ids, out = self.run(batch)
+        out.sampled_token_ids = token_ids.tolist()
         return out
+
+
+def step_arrays(batch: ExecutionBatch) -> dict[str, np.ndarray]:
+    """A batch's arrays by name, without those of its sampling."""
+    return {name: part for name, part in vars(batch).items() if isinstance(part, np.ndarray)}

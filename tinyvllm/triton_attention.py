@@ -376,26 +376,47 @@ def paged_attention(
 
 
 class TritonPagedAttention:
-    """One step's attention on a GPU, with the interface of `attention.PagedAttention`.
+    """One step's attention on a GPU, called as `cpu_attention.PagedAttention` is.
 
-    Three launches a layer at most, four when a decode has more than SPLIT_SIZE keys. Raises
-    ValueError for a cache that the kernels cannot read: a dtype other than float16, bfloat16
-    and float32, or heads wider than 256.
+    Three launches a layer at most, four when a decode has more than SPLIT_SIZE keys.
+
+    Args:
+        cache: keys and values, where the model is, as all tensors here.
+        slot_mapping: int64 `[T]`.
+        where: query_start_loc int32 `[S + 1]`, seq_lens int32 `[S]`, block_table int32 `[S, B]`.
+        has_chunks: whether a sequence may have more than one query token.
+        max_splits: at least those of the longest decode; 0 if there is none.
+
+    Raises:
+        ValueError: a cache that the kernels cannot read: a dtype other than float16, bfloat16
+            and float32, or heads wider than 256.
     """
 
-    def __init__(self, cache: PagedKVCache, batch: ExecutionBatch):
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        where: tuple[Tensor, Tensor, Tensor],
+        has_chunks: bool,
+        max_splits: int,
+    ):
         if cache.keys.dtype not in DOT_TYPES or cache.keys.shape[-1] > 256:
             raise ValueError(
                 "cache must be float16, bfloat16 or float32 with heads of 1 to 256 numbers, "
                 f"got {cache.keys.dtype} and {cache.keys.shape[-1]}"
             )
-        self.cache = cache
-        arrays = (batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table)
-        device = cache.keys.device
-        self.slot_mapping, *self.where = (torch.from_numpy(a).to(device) for a in arrays)
+        self.cache, self.slot_mapping, self.where = cache, slot_mapping, where
+        self.has_chunks, self.max_splits = has_chunks, max_splits
+
+    @classmethod
+    def of(
+        cls, cache: PagedKVCache, batch: ExecutionBatch, tensors: dict[str, Tensor]
+    ) -> "TritonPagedAttention":
+        """The attention of a batch; `tensors` holds its arrays by name, where the cache is."""
+        where = tuple(tensors[name] for name in ("query_start_loc", "seq_lens", "block_table"))
         is_decode = np.diff(batch.query_start_loc) == 1
-        self.has_chunks = not is_decode.all()
-        self.max_splits = -(-int(batch.seq_lens[is_decode].max(initial=0)) // SPLIT_SIZE)
+        max_splits = -(-int(batch.seq_lens[is_decode].max(initial=0)) // SPLIT_SIZE)
+        return cls(cache, tensors["slot_mapping"], where, not is_decode.all(), max_splits)
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float

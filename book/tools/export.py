@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tinyvllm"
 HAND_WRITTEN = {"__init__", "__main__", "cli"}
 # Modules a chapter may build beside the one that carries its name, as `export:NAME`.
-EXTRA_MODULES = {"config"}
+EXTRA_MODULES = {"config", "cpu_attention"}
 TAGS = {
     "export",
     *(f"export:{name}" for name in EXTRA_MODULES),

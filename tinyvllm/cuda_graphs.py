@@ -1,0 +1,553 @@
+"""The runner of a GPU: one copy and one launch for a whole decode step, planned while the last one
+runs.
+
+Built, step by step, in notebooks/13_cuda_graphs.ipynb.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinyvllm.block_pool import NULL_BLOCK_ID
+from tinyvllm.engine import Engine
+from tinyvllm.execution_batch import (
+    ExecutionBatch,
+    ModelRunnerOutput,
+    SamplingBatch,
+    flatten,
+    token_slots,
+)
+from tinyvllm.gpt2 import GPT2, Attend, resolve_device
+from tinyvllm.model_runner import ModelRunner, step_arrays
+from tinyvllm.request import GREEDY_BELOW
+from tinyvllm.sampler import draw, row_keys, sample, scale, token_keys
+from tinyvllm.scheduler import Scheduler, SchedulerOutput
+from tinyvllm.sequence import Sequence
+
+ALIGNMENT = 16  # bytes, the widest load of a GPU: kernels may assume it of every array
+
+
+def starts_of(arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], int]:
+    """Where each array begins in one buffer that holds them all, and the buffer's size, in bytes."""
+    starts, end = {}, 0
+    for name, array in arrays.items():
+        starts[name] = end
+        end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def pack(arrays: dict[str, np.ndarray], pinned: bool) -> Tensor:
+    """All arrays end to end, uint8 `[bytes]` on the host; `pinned` memory can be copied to a GPU
+    while the program goes on, and PyTorch does not reuse it before that is done."""
+    starts, size = starts_of(arrays)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    numbers = buffer.numpy()
+    for name, array in arrays.items():
+        part = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        numbers[starts[name] : starts[name] + array.nbytes] = part
+    return buffer
+
+
+def unpack(buffer: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Views of a packed buffer, wherever it is, with the arrays' names, types and shapes."""
+    views, (starts, _) = {}, starts_of(arrays)
+    for name, array in arrays.items():
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        part = buffer[starts[name] : starts[name] + array.nbytes]
+        views[name] = part.view(dtype).view(array.shape)
+    return views
+
+
+def padding_rows(size: int, table_width: int) -> dict[str, np.ndarray]:
+    """The inputs of `size` decodes that are nobody's: the token 0 at position 0, greedy, whose
+    key and value go to the null block and are read from there."""
+    return {
+        "input_ids": np.zeros(size, np.int64),
+        "positions": np.zeros(size, np.int64),
+        "query_start_loc": np.arange(size + 1, dtype=np.int32),
+        "seq_lens": np.ones(size, np.int32),
+        "block_table": np.full((size, table_width), NULL_BLOCK_ID, np.int32),
+        "slot_mapping": np.full(size, NULL_BLOCK_ID, np.int64),  # the null block's first slot
+        "temperatures": np.zeros(size, np.float32),
+        "min_ps": np.zeros(size, np.float32),
+        "seeds": np.zeros(size, np.int64),
+        "output_indices": np.zeros(size, np.int64),
+    }
+
+
+def pad_batch(batch: ExecutionBatch, size: int, table_width: int) -> dict[str, np.ndarray]:
+    """The inputs of a batch of decodes, with rows of padding behind them."""
+    arrays = padding_rows(size, table_width)
+    for source in (batch, batch.sampling):
+        for name, part in vars(source).items():
+            if name in arrays:
+                arrays[name][tuple(slice(n) for n in part.shape)] = part
+    return arrays
+
+
+LARGEST_GRAPH = 512  # rows; larger steps are launched kernel by kernel
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows that graphs are captured for: 1, 2, 4, then every eighth up to 256 and
+    every sixteenth up to LARGEST_GRAPH, and `max_rows` itself if it is not above that."""
+    largest = min(max_rows, LARGEST_GRAPH)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_GRAPH + 1, 16)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def draw_random_rows(token_ids: Tensor, logits: Tensor, tokens: Tensor, inputs: dict) -> None:
+    """Replace the greedy `token_ids` int64 `[R]` of random rows by draws; `logits` float32
+    `[R, V]` are used up. As in `sample`, without asking the host anything.
+
+    tokens: `token_keys` of the vocabulary; inputs: the tensors temperatures, min_ps, seeds and
+    output_indices by name.
+    """
+    greedy = inputs["temperatures"] < GREEDY_BELOW
+    scale(logits, inputs["temperatures"].masked_fill(greedy, 1.0), inputs["min_ps"])
+    rows = row_keys(inputs["seeds"], inputs["output_indices"])
+    token_ids.copy_(token_ids.where(greedy, draw(logits, rows, tokens)))
+
+
+def draws_from_all(batch: SamplingBatch, vocab_size: int) -> bool:
+    """Whether a greedy choice and a draw from the whole vocabulary are all that the rows want."""
+    top_k = (batch.top_ks > 0) & (batch.top_ks < vocab_size)
+    cut = (batch.temperatures >= GREEDY_BELOW) & (top_k | (batch.top_ps < 1))
+    edits = (batch.allowed, batch.forbidden, batch.biased, batch.penalized)
+    return not (cut.any() or any(map(len, edits)) or len(batch.logprob_rows))
+
+
+class DecodeStep:
+    """A decode step of `size` rows over memory that stays where it is.
+
+    `forward` and `draw` read and write nothing else, take no decision and never wait, so they can
+    be captured. Outputs are shared by the steps of all sizes: only one runs at a time.
+
+    Args:
+        runner: a `CudaModelRunner` that has its cache.
+        size: rows.
+        logits, token_ids: float32 `[>= size, V]` and int64 `[>= size]`, where answers go.
+        tokens: `token_keys` of the vocabulary.
+    """
+
+    def __init__(self, runner, size: int, logits: Tensor, token_ids: Tensor, tokens: Tensor):
+        self.runner, self.size, self.tokens = runner, size, tokens
+        arrays = padding_rows(size, runner.table_width)
+        self.buffer = runner.send(arrays)
+        self.inputs = unpack(self.buffer, arrays)
+        self.attend = runner.decode_attention(self.inputs)
+        self.logits, self.token_ids = logits[:size], token_ids[:size]
+
+    def fill(self, batch: ExecutionBatch) -> None:
+        """Bring a batch of at most `size` decodes, and padding, to where the step reads."""
+        arrays = pad_batch(batch, self.size, self.runner.table_width)
+        self.buffer.copy_(self.runner.pack(arrays), non_blocking=True)
+
+    def forward(self) -> None:
+        """From token ids to logits and the likeliest tokens."""
+        model, inputs = self.runner.model, self.inputs
+        hidden = model.forward(inputs["input_ids"], inputs["positions"], self.attend)
+        self.logits.copy_(model.compute_logits(hidden))  # any type in, float32 out
+        torch.argmax(self.logits, dim=-1, out=self.token_ids)
+
+    def draw(self) -> None:
+        """Draw the tokens of random rows, after `forward`."""
+        draw_random_rows(self.token_ids, self.logits, self.tokens, self.inputs)
+
+
+class CudaCapture:
+    """Records what a function asks of the GPU; `replay()` of the result asks for it again, in
+    one launch. All recordings of one `CudaCapture` take their scratch memory from one pool."""
+
+    def __init__(self):
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function) -> torch.cuda.CUDAGraph:
+        """A recording of `function()`. It must have run before: compilers and libraries set
+        themselves up in a first call, which cannot be recorded."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            function()
+        return graph
+
+
+class DecodeGraphs:
+    """Decode steps of all padded sizes, each captured twice: up to the likeliest tokens, and the
+    draw of random rows. vLLM: v1/cudagraph_dispatcher.py, v1/worker/gpu/cudagraph_utils.py.
+
+    Args:
+        runner: a `CudaModelRunner` that has its cache.
+        capture: `capture(function)` returns an object whose `replay()` repeats the function.
+    """
+
+    def __init__(self, runner, capture):
+        self.runner, config = runner, runner.config
+        self.sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+        outputs = runner.decode_outputs(self.sizes[-1])
+        self.graphs = {}
+        # The largest first: the others find all the scratch memory that they need in the pool.
+        for size in reversed(self.sizes):
+            step = DecodeStep(runner, size, *outputs)
+            for function in (step.forward, step.draw):
+                function()  # on padding alone
+            self.graphs[size] = step, capture(step.forward), capture(step.draw)
+
+    def fit(self, batch: ExecutionBatch) -> bool:
+        """Whether a batch is one token of each sequence, sampled, and not too many of them."""
+        num_seqs = len(batch.seq_lens)
+        counts = (len(batch.input_ids), len(batch.logits_indices))
+        return counts == (num_seqs, num_seqs) and num_seqs <= self.sizes[-1]
+
+    def run(self, batch: ExecutionBatch) -> tuple[Tensor, ModelRunnerOutput]:
+        """`ModelRunner.run` of a batch that fits, from the smallest graph with enough rows."""
+        num_seqs, sampling = len(batch.seq_lens), batch.sampling
+        step, forward, drawing = self.graphs[min(s for s in self.sizes if s >= num_seqs)]
+        step.fill(batch)
+        forward.replay()
+        if not draws_from_all(sampling, self.runner.vocab_size):
+            mode = self.runner.config.logprobs_mode
+            token_ids, logprobs = sample(step.logits[:num_seqs], sampling, mode)
+            return token_ids, ModelRunnerOutput([], logprobs)
+        if (sampling.temperatures >= GREEDY_BELOW).any():
+            drawing.replay()
+        return step.token_ids[:num_seqs], ModelRunnerOutput([])
+
+
+class PendingOutput:
+    """The output of a step that may still run; `result()` waits for it, as a future's does."""
+
+    def __init__(self, token_ids: Tensor, out: ModelRunnerOutput):
+        self.out, on_gpu = out, token_ids.is_cuda
+        self.token_ids = torch.empty(len(token_ids), dtype=torch.int64, pin_memory=on_gpu)
+        self.token_ids.copy_(token_ids, non_blocking=True)
+        self.arrived = torch.cuda.Event() if on_gpu else None
+        if on_gpu:
+            self.arrived.record()
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the tokens, and return the whole output."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        self.out.sampled_token_ids = self.token_ids.tolist()
+        return self.out
+
+
+class CudaModelRunner(ModelRunner):
+    """A `ModelRunner` for a GPU: Triton attention, one transfer a step, decodes from graphs.
+
+    Args:
+        config: an `EngineConfig`; with `enforce_eager` nothing is captured.
+        model: a loaded model; None loads `config.model`.
+        capture: what captures a function; None is CUDA's own capture.
+
+    Raises:
+        ValueError: as `ModelRunner`; also if the largest step itself does not fit in memory.
+
+    vLLM: v1/worker/gpu_model_runner.py.
+    """
+
+    def __init__(self, config, model: GPT2 | None = None, capture=None):
+        super().__init__(config, model)
+        self.graphs = None
+        if not self.config.enforce_eager:
+            with self.on_device(), torch.inference_mode():
+                self.graphs = DecodeGraphs(self, capture or CudaCapture())
+
+    def on_device(self):
+        """Within this context, kernels are launched where the model is."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a sequence of full length."""
+        return -(-self.max_model_len // self.block_size)
+
+    def pack(self, arrays: dict[str, np.ndarray]) -> Tensor:
+        """The arrays in one buffer that can be copied to the device without waiting."""
+        return pack(arrays, pinned=self.device.type == "cuda")
+
+    def send(self, arrays: dict[str, np.ndarray]) -> Tensor:
+        """The arrays in one buffer on the device."""
+        return self.pack(arrays).to(self.device, non_blocking=True)
+
+    def to_device(self, batch: ExecutionBatch) -> dict[str, Tensor]:
+        """The batch's arrays by name: views of one buffer on the device, filled by one copy."""
+        arrays = step_arrays(batch)
+        return unpack(self.send(arrays), arrays)
+
+    def attention(self, batch: ExecutionBatch, tensors: dict[str, Tensor]) -> Attend:
+        """What the model calls in every layer of this step."""
+        from tinyvllm.triton_attention import TritonPagedAttention  # not above: a CPU needs none
+
+        return TritonPagedAttention.of(self.cache, batch, tensors)
+
+    def decode_attention(self, inputs: dict[str, Tensor]) -> Attend:
+        """The attention of decodes of any length, whose tensors will change but not move."""
+        from tinyvllm.triton_attention import SPLIT_SIZE, TritonPagedAttention
+
+        where = tuple(inputs[name] for name in ("query_start_loc", "seq_lens", "block_table"))
+        max_splits = -(-self.max_model_len // SPLIT_SIZE)
+        return TritonPagedAttention(self.cache, inputs["slot_mapping"], where, False, max_splits)
+
+    def decode_outputs(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits and token ids of a `DecodeStep`, to be written, and the vocabulary's keys."""
+        logits = torch.empty(size, self.vocab_size, device=self.device)
+        token_ids = torch.empty(size, dtype=torch.int64, device=self.device)
+        return logits, token_ids, token_keys(torch.arange(self.vocab_size, device=self.device))
+
+    def launch(self, batch: ExecutionBatch) -> PendingOutput:
+        """Start a step, and return before it is done."""
+        with self.on_device(), torch.inference_mode():
+            fits = self.graphs is not None and self.graphs.fit(batch)
+            return PendingOutput(*(self.graphs.run(batch) if fits else self.run(batch)))
+
+    def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
+        """Run one step of the model; returns when its tokens are here."""
+        return self.launch(batch).result()
+
+    def peak_memory(self, function) -> int:
+        """Bytes that the device has to give while `function()` runs."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        function()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    @torch.inference_mode()
+    def step_memory(self) -> int:
+        """Bytes that the largest step takes beside the model, and the largest graph beside it."""
+        config = self.config
+        num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
+        self.cache = self.make_cache(1)  # the null block
+        batch = largest_batch(num_tokens, num_seqs, self.vocab_size)
+        with self.on_device():
+            needed = self.peak_memory(lambda: self.run(batch))
+            if not config.enforce_eager:
+                needed += self.peak_memory(lambda: self.run_decodes(graph_sizes(num_seqs)[-1]))
+        return needed
+
+    def run_decodes(self, size: int) -> None:
+        """A decode step of padding, as it will be captured."""
+        step = DecodeStep(self, size, *self.decode_outputs(size))
+        step.forward()
+        step.draw()
+
+    def kv_memory(self) -> tuple[int, str]:
+        """Bytes that `gpu_memory_utilization` leaves beside the model and the largest step."""
+        config, size = self.config, f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
+        try:
+            needed = self.step_memory()
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"a step of {size} does not fit in the memory of {self.device} beside the model: "
+                "a smaller number, or a smaller max_num_seqs, is needed"
+            ) from error
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        budget = max(0, int(free - (1 - config.gpu_memory_utilization) * total) - needed)
+        return budget, (
+            f"gpu_memory_utilization={config.gpu_memory_utilization} of {total} bytes, of which "
+            f"{free} are free and a step of {size} takes {needed},"
+        )
+
+
+def largest_batch(num_tokens: int, num_seqs: int, vocab_size: int) -> ExecutionBatch:
+    """A step of `num_tokens` tokens of `num_seqs` sequences, sampled the way that takes the most
+    memory. All of it is in the null block."""
+    starts = np.arange(num_seqs + 1) * num_tokens // num_seqs
+    lengths, nothing, ones = np.diff(starts), np.empty(0, np.int64), np.ones(num_seqs, np.float32)
+    return ExecutionBatch(
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.arange(num_tokens) - np.repeat(starts[:-1], lengths),
+        query_start_loc=starts.astype(np.int32),
+        seq_lens=lengths.astype(np.int32),
+        block_table=np.full((num_seqs, lengths.max()), NULL_BLOCK_ID, np.int32),
+        slot_mapping=np.full(num_tokens, NULL_BLOCK_ID),
+        logits_indices=starts[1:] - 1,
+        sampling=SamplingBatch(
+            temperatures=ones,
+            top_ks=np.full(num_seqs, vocab_size - 1),
+            top_ps=ones / 2,
+            min_ps=ones / 2,
+            seeds=np.zeros(num_seqs, np.int64),
+            output_indices=np.zeros(num_seqs, np.int64),
+            allowed=[],
+            forbidden=nothing.reshape(0, 2),
+            biased=nothing.reshape(0, 2),
+            biases=ones[:0],
+            penalized=nothing,
+            penalties=ones[:0].reshape(0, 3),
+            history=nothing.reshape(0, 3),
+            logprob_rows=nothing,
+            num_logprobs=0,
+        ),
+        prompt_logits_indices=nothing,
+        prompt_targets=nothing,
+        num_prompt_logprobs=0,
+    )
+
+
+def next_decodes(batch: ExecutionBatch, new_blocks: dict[int, int], block_size: int):
+    """The `ExecutionBatch` after one whose sequences all get a token and go on; its input ids
+    are those tokens, which nobody knows yet. `new_blocks` are ids by row."""
+    positions = batch.seq_lens.astype(np.int64)
+    rows, columns = np.arange(len(positions)), positions // block_size
+    missing = max(0, int(columns.max()) + 1 - batch.block_table.shape[1])
+    table = np.pad(batch.block_table, ((0, 0), (0, missing)), constant_values=NULL_BLOCK_ID)
+    for row, block_id in new_blocks.items():
+        table[row, columns[row]] = block_id
+    return replace(
+        batch,
+        input_ids=np.zeros(len(rows), np.int64),
+        positions=positions,
+        query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
+        seq_lens=batch.seq_lens + np.int32(1),
+        block_table=table,
+        slot_mapping=token_slots(table, rows, positions, block_size),
+        logits_indices=rows,
+        sampling=replace(batch.sampling, output_indices=batch.sampling.output_indices + 1),
+        prompt_logits_indices=np.empty(0, np.int64),
+        prompt_targets=np.empty(0, np.int64),
+    )
+
+
+def may_admit(scheduler: Scheduler) -> bool:
+    """Whether the next step could let a waiting sequence in, if nobody leaves before."""
+    return len(scheduler.waiting) > 0 and len(scheduler.running) < scheduler.config.max_num_seqs
+
+
+@dataclass
+class Prediction:
+    """The step after the one that runs, as it will be if nobody finishes, comes or goes.
+
+    Attributes:
+        sequences: which decode in it.
+        batch: its arrays, but for the tokens.
+        new_blocks: the block that a row takes, for rows that begin a new one.
+    """
+
+    sequences: list[Sequence]
+    batch: ExecutionBatch
+    new_blocks: dict[int, int]
+
+    def holds(self, scheduler: Scheduler) -> bool:
+        """Whether all went as predicted, up to now."""
+        return scheduler.running == self.sequences and not may_admit(scheduler)
+
+    def check(self, plan: SchedulerOutput, kv) -> None:
+        """Raise a RuntimeError that names the first difference between the plan and this."""
+        positions = self.batch.positions.tolist()
+        expected = [(seq, p, 1) for seq, p in zip(self.sequences, positions, strict=True)]
+        if plan.scheduled != expected or plan.preempted:
+            raise RuntimeError(f"predicted {expected}, planned {plan.scheduled}")
+        for row, block_id in self.new_blocks.items():
+            got = kv.block_ids(self.sequences[row])[-1]
+            if got != block_id:
+                raise RuntimeError(f"predicted block {block_id} for row {row}, planned {got}")
+
+
+def will_continue(seq: Sequence, max_model_len: int) -> bool:
+    """Whether one more token does not end a sequence by length, and changes no wish of it."""
+    full = seq.num_output_tokens + 1 == seq.params.max_tokens
+    return not (full or seq.num_tokens + 1 >= max_model_len or seq.edits_logits)
+
+
+def predict(
+    scheduler: Scheduler, plan: SchedulerOutput, batch: ExecutionBatch
+) -> Prediction | None:
+    """What follows the step `plan` that is being computed; None if that is not plain arithmetic.
+    Changes nothing."""
+    running, kv, limit = scheduler.running, scheduler.kv, scheduler.config.max_model_len
+    if [seq for seq, _, _ in plan.scheduled] != running or plan.sampling != running:
+        return None  # somebody is left out, or has a part of a prompt to come
+    if may_admit(scheduler) or not all(will_continue(seq, limit) for seq in running):
+        return None
+    rows = np.flatnonzero(batch.seq_lens % kv.block_size == 0).tolist()
+    blocks = list(islice(kv.pool.free_list, len(rows)))
+    if len(blocks) < len(rows) or any(block.block_hash is not None for block in blocks):
+        return None  # somebody would be preempted, or a cached prefix be forgotten
+    new_blocks = {row: block.block_id for row, block in zip(rows, blocks, strict=True)}
+    batch = next_decodes(batch, new_blocks, kv.block_size)
+    return Prediction(list(running), batch, new_blocks)
+
+
+class OverlappedEngine(Engine):
+    """An `Engine` that prepares the next step while the model computes this one.
+
+    Same plans, same tokens, same events. A runner without `launch` computes in a thread, which
+    lives as long as there are requests. Abort between steps only. vLLM has a scheduler of its own
+    for this, which plans with placeholders: v1/core/sched/async_scheduler.py.
+
+    Attributes:
+        num_predicted: steps that were launched before they were planned.
+    """
+
+    def __init__(self, config, runner, eos_token_id: int | None = None):
+        super().__init__(config, runner, eos_token_id)
+        self.num_predicted = 0
+        self._prediction: Prediction | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def _launch(self, batch: ExecutionBatch):
+        """Start a step; the answer's `result()` waits for its output."""
+        if hasattr(self.runner, "launch"):
+            return self.runner.launch(batch)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "tinyvllm-model")
+        return self._thread.submit(self.runner.execute, batch)
+
+    def _forget(self, request_id: str):
+        Engine._forget(self, request_id)
+        if not self._outputs and self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    def _plan_and_execute(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        prediction, self._prediction = self._prediction, None
+        if prediction is not None and not prediction.holds(self.scheduler):
+            prediction = None
+        plan = pending = None
+        try:
+            if prediction is not None:  # the device is idle: launch first, plan then
+                batch = prediction.batch
+                batch.input_ids[:] = [seq.token_ids[-1] for seq in prediction.sequences]
+                pending = self._launch(batch)
+            plan = self.scheduler.schedule()
+            if prediction is not None:
+                prediction.check(plan, self.kv)
+                self.num_predicted += 1
+            elif not plan.scheduled:  # under priority a step may do nothing but preempt
+                return plan, ModelRunnerOutput([])
+            else:
+                batch = flatten(plan, self.kv, self.scheduler.eos_token_id)
+                pending = self._launch(batch)
+            self._prediction = predict(self.scheduler, plan, batch)
+            return plan, pending.result()
+        except BaseException:
+            self._undo(plan, pending, prediction)
+            raise
+
+    def _undo(self, plan: SchedulerOutput | None, pending, prediction: Prediction | None):
+        """After an error or an interrupt: no block may promise what it does not hold."""
+        self._prediction = None
+        if pending is not None:
+            with suppress(BaseException):  # it is the reason, or a second one
+                pending.result()
+        if plan is None and prediction is not None:
+            plan = self.scheduler.schedule()  # what was launched is taken back as planned
+        if plan is not None:
+            self.scheduler.rollback(plan)
+
+
+def make_engine(config) -> Engine:
+    """The engine and the runner that an `EngineConfig` asks for, with its model loaded."""
+    on_gpu = resolve_device(config.device).type == "cuda"
+    runner = (CudaModelRunner if on_gpu else ModelRunner)(config)
+    engine = OverlappedEngine if config.async_scheduling else Engine
+    return engine(config, runner, eos_token_id=runner.eos_token_id)
