@@ -22,7 +22,8 @@ The file holds one JSON object:
     tokens          {model: greedy tokens against transformers: how many, how many are not its best,
                     by how much at most, and the gap that is tolerated}
     modes           {model: {sampling: {mode: the same, and how many tokens equal plain eager's}}},
-                    modes being with and without CUDA graphs and overlap
+                    modes being with and without CUDA graphs and overlap; "engines" beside the
+                    samplings are the classes that were at work
     card            copy_bytes_per_second and matmul_operations_per_second, measured
     attention       {"KERNEL x SEQUENCES": microseconds a layer, bytes, operations, share_of_copy
                     (of the copy's bandwidth), share_of_floor}
@@ -365,10 +366,10 @@ def load_transformers(folder: Path, device, dtype: torch.dtype, attention: str):
     return model.to(device, dtype).eval()
 
 
-def random_prompts(folder: Path, lengths=PROMPT_LENGTHS) -> list[list[int]]:
+def random_prompts(folder: Path) -> list[list[int]]:
     """Prompts of random token ids of the model."""
     vocab_size, rng = GPT2Config.from_pretrained(folder).vocab_size, np.random.default_rng(1)
-    return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
+    return [rng.integers(0, vocab_size, n).tolist() for n in PROMPT_LENGTHS]
 
 
 def generate(llm: LLM, prompts: list[list[int]], params) -> list[list[int]]:
@@ -443,15 +444,18 @@ def check_modes(section: dict, models: dict[str, Path], device="cuda", samplings
     wrong = []
     for model, folder in models.items():
         prompts = random_prompts(folder)
+        found = section[model] = {sampling: {} for sampling in samplings} | {"engines": {}}
         answers = {}
         for mode, flags in MODES.items():
             llm = LLM(folder, tokenizer=ASSETS, device=device, **SMALL_ENGINE | flags | engine)
+            found["engines"][mode] = [
+                type(part).__name__ for part in (llm.engine, llm.engine.runner)
+            ]
             for sampling, params in samplings.items():
                 answers[sampling, mode] = generate(llm, prompts, params)
             del llm
             free_memory()
         oracle = load_transformers(folder, device, torch.float32, "eager")
-        found = section[model] = {sampling: {} for sampling in samplings}
         for (sampling, mode), answer in answers.items():
             verdict = judge_answers(oracle, prompts, answer, samplings[sampling])
             verdict["same_as_eager"] = num_equal(answer, answers[sampling, "eager"])
@@ -475,9 +479,9 @@ def num_equal(answers: list[list[int]], others: list[list[int]]) -> int:
 
 
 def free_memory():
-    """Give back what deleted models and engines held."""
-    gc.collect()
+    """Give back the device's memory that deleted models and engines held."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -520,14 +524,13 @@ def captured(run: Callable) -> Callable:
 
 
 @torch.inference_mode()
-def measure_card(section: dict):
+def measure_card(section: dict, device="cuda", num_bytes=1 << 30, side=8192):
     """What the card does at best: a copy far larger than its caches, a large matrix product."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = event_ms(lambda: target.copy_(source)) / 1e3
-    section["copy_bytes_per_second"] = 2 * len(source) / seconds  # read and written
-    side = 8192
-    a, b = torch.randn(2, side, side, device="cuda", dtype=getattr(torch, TIMED_DTYPE))
+    section["copy_bytes_per_second"] = 2 * num_bytes / seconds  # read and written
+    a, b = torch.randn(2, side, side, device=device, dtype=getattr(torch, TIMED_DTYPE))
     seconds = event_ms(lambda: a @ b) / 1e3
     section["matmul_operations_per_second"] = 2 * side**3 / seconds
     section["matmul_dtype"], section["matmul_side"] = TIMED_DTYPE, side
@@ -550,6 +553,9 @@ def without(kernel: str):
         setattr(kernels, kernel, original)
 
 
+LEAST_LAYERS = 12  # as GPT-2 124M has
+
+
 class Arena:
     """One step's attention, ready to be launched, over the caches of many layers.
 
@@ -561,7 +567,7 @@ class Arena:
         self.batch = step_batch(lengths, chunks)
         num_blocks = int(self.batch.block_table.max()) + 1
         layer_bytes = 2 * num_blocks * BLOCK_SIZE * heads * head_size * dtype.itemsize
-        self.num_layers = max(12, math.ceil(4 * cache_bytes / layer_bytes))
+        self.num_layers = max(LEAST_LAYERS, math.ceil(4 * cache_bytes / layer_bytes))
         shape = (self.num_layers, num_blocks, BLOCK_SIZE, heads, head_size)
         self.cache = PagedKVCache(*shape, dtype, device)
         self.cache.keys.normal_()
@@ -628,12 +634,19 @@ def rate(seconds: float, num_bytes: int, operations: int, card: dict) -> dict:
 
 
 @torch.inference_mode()
-def measure_attention(section: dict, card: dict, heads=12, head_size=64):
+def measure_attention(
+    section: dict,
+    card: dict,
+    cache_bytes: int,
+    device="cuda",
+    batches=BATCHES,
+    heads=12,
+    head_size=64,
+):
     """Every kernel at every batch size: decodes, and for "chunks" up to 2,048 tokens of prompts."""
     dtype = getattr(torch, TIMED_DTYPE)
-    cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    where = ("cuda", dtype, cache_bytes, heads, head_size)
-    for sequences in BATCHES:
+    where = (device, dtype, cache_bytes, heads, head_size)
+    for sequences in batches:
         lengths = decode_lengths(sequences)
         decodes = Arena(lengths, np.ones_like(lengths), *where)
         chunks = Arena(lengths, np.minimum(lengths, 2048 // sequences), *where)
@@ -646,18 +659,18 @@ def measure_attention(section: dict, card: dict, heads=12, head_size=64):
         free_memory()
 
 
-def measure_step(section: dict, card: dict, folder: Path):
+def measure_step(section: dict, card: dict, folder: Path, device="cuda", batches=BATCHES):
     """A decode step of GPT-2 124M through the model runner, from the batch to tokens on the host."""
     from tinyvllm.cuda_graphs import CudaModelRunner
 
     model, itemsize = GPT2Config.from_pretrained(folder), getattr(torch, TIMED_DTYPE).itemsize
     for mode in ("graphs", "eager"):
-        settings = {"model": str(folder), "device": "cuda", "dtype": TIMED_DTYPE} | MODES[mode]
-        runner = CudaModelRunner(EngineConfig(max_num_seqs=max(BATCHES), **settings))
+        settings = {"model": str(folder), "device": device, "dtype": TIMED_DTYPE} | MODES[mode]
+        runner = CudaModelRunner(EngineConfig(max_num_seqs=max(batches), **settings))
         with torch.inference_mode():
             runner.cache.keys.normal_()
             runner.cache.values.normal_()
-        for sequences in BATCHES:
+        for sequences in batches:
             lengths = decode_lengths(sequences)
             batch = step_batch(lengths, np.ones_like(lengths), vocab_size=model.vocab_size)
             if batch.block_table.max() >= runner.num_blocks:
@@ -895,7 +908,9 @@ def all_parts(folder: Path) -> dict[str, Callable]:
         "tokens": lambda section, report: check_tokens(section, models),
         "modes": lambda section, report: check_modes(section, models),
         "card": lambda section, report: measure_card(section),
-        "attention": lambda section, report: measure_attention(section, rates(report)),
+        "attention": lambda section, report: measure_attention(
+            section, rates(report), report["circumstances"]["card_cache_bytes"]
+        ),
         "step": lambda section, report: measure_step(section, rates(report), folder),
         "engine": lambda section, report: measure_engine(section, folder, requests),
         "transformers": lambda section, report: measure_transformers(section, folder, requests),
