@@ -23,7 +23,7 @@ The file holds one JSON object:
                     by how much at most, and the gap that is tolerated}
     modes           {model: {sampling: {mode: the same, and how many tokens equal plain eager's}}},
                     modes being with and without CUDA graphs and overlap; "engines" beside the
-                    samplings are the classes that were at work
+                    samplings says what was at work
     card            copy_bytes_per_second and matmul_operations_per_second, measured
     attention       {"KERNEL x SEQUENCES": microseconds a layer, bytes, operations, share_of_copy
                     (of the copy's bandwidth), share_of_floor}
@@ -350,9 +350,10 @@ def random_checkpoint(folder: Path, **shape) -> Path:
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**shape))
+    noise = 0.05 * (768 / model.config.n_embd) ** 0.5
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
+            parameter.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
 
@@ -448,11 +449,13 @@ def check_modes(section: dict, models: dict[str, Path], device="cuda", samplings
         answers = {}
         for mode, flags in MODES.items():
             llm = LLM(folder, tokenizer=ASSETS, device=device, **SMALL_ENGINE | flags | engine)
-            found["engines"][mode] = [
-                type(part).__name__ for part in (llm.engine, llm.engine.runner)
-            ]
             for sampling, params in samplings.items():
                 answers[sampling, mode] = generate(llm, prompts, params)
+            at_work = found["engines"][mode] = engine_at_work(llm)
+            if flags["async_scheduling"] and not at_work["steps_ahead"]:
+                wrong.append(f"{model}, {mode}: no step was launched ahead")
+            if device == "cuda" and at_work["graphs"] == flags["enforce_eager"]:
+                wrong.append(f"{model}, {mode}: graphs: {at_work['graphs']}")
             del llm
             free_memory()
         oracle = load_transformers(folder, device, torch.float32, "eager")
@@ -470,6 +473,17 @@ def check_modes(section: dict, models: dict[str, Path], device="cuda", samplings
         free_memory()
     if wrong:
         raise CheckError("; ".join(wrong))
+
+
+def engine_at_work(llm: LLM) -> dict:
+    """What ran: classes, whether there were graphs, and how many steps were launched ahead."""
+    runner = llm.engine.runner
+    return {
+        "engine": type(llm.engine).__name__,
+        "runner": type(runner).__name__,
+        "graphs": getattr(runner, "graphs", None) is not None,  # a CPU's runner has none
+        "steps_ahead": getattr(llm.engine, "num_predicted", 0),
+    }
 
 
 def num_equal(answers: list[list[int]], others: list[list[int]]) -> int:
@@ -664,17 +678,23 @@ def measure_step(section: dict, card: dict, folder: Path, device="cuda", batches
     from tinyvllm.cuda_graphs import CudaModelRunner
 
     model, itemsize = GPT2Config.from_pretrained(folder), getattr(torch, TIMED_DTYPE).itemsize
+    num_blocks = max(batches) * -(-CONTEXT[1] // BLOCK_SIZE) + 1
     for mode in ("graphs", "eager"):
-        settings = {"model": str(folder), "device": device, "dtype": TIMED_DTYPE} | MODES[mode]
-        runner = CudaModelRunner(EngineConfig(max_num_seqs=max(batches), **settings))
+        config = EngineConfig(
+            model=str(folder),
+            device=device,
+            dtype=TIMED_DTYPE,
+            max_num_seqs=max(batches),
+            num_gpu_blocks_override=num_blocks,
+            **MODES[mode],
+        )
+        runner = CudaModelRunner(config)
         with torch.inference_mode():
             runner.cache.keys.normal_()
             runner.cache.values.normal_()
         for sequences in batches:
             lengths = decode_lengths(sequences)
             batch = step_batch(lengths, np.ones_like(lengths), vocab_size=model.vocab_size)
-            if batch.block_table.max() >= runner.num_blocks:
-                raise CheckError(f"{runner.num_blocks} KV blocks do not hold {sequences} sequences")
             found = time_step(runner, batch)
             num_bytes = step_bytes(batch, model, itemsize)
             operations = step_operations(batch, model)
@@ -737,7 +757,6 @@ def measure_engine(
         free_memory()
 
 
-@torch.inference_mode()
 def measure_transformers(section: dict, folder: Path, requests, device="cuda"):
     """The same requests by `generate`, as one batch: it has one length for all, so prompts are
     padded on the left to the longest, and everybody runs until the last is done. Only tokens that
@@ -830,6 +849,7 @@ def table(report: dict) -> str:
     lines.append(f"{'part':16}{'seconds':>9}  result")
     for part, seconds in report["seconds"].items():
         lines.append(f"{part:16}{seconds:9.1f}  {report['failed'].get(part, 'ok')}")
+    lines.append(f"{'all':16}{sum(report['seconds'].values()):9.1f}")
     if report.get("attention"):
         lines.append(f"\n{'one layer of':24}{'us':>10}{'of copy':>10}{'of floor':>10}")
     for name, row in report.get("attention", {}).items():

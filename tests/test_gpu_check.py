@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,7 +144,7 @@ def test_gaps_see_another_token():
 
 def test_kernels_through_the_interpreter():
     section = {}
-    gpu_check.check_kernels(section, "cpu", step=((18, 1), (20, 3)), heads=1, head_size=16)
+    gpu_check.check_kernels(section, "cpu", step=((18, 1), (5, 3)), heads=1, head_size=16)
     assert section.keys() == {"float32", "float16", "bfloat16"}
     assert all(found["step_error"] <= found["tolerance"] for found in section.values())
 
@@ -174,6 +178,7 @@ def test_tokens_and_modes(tiny, monkeypatch, one_thread):
     gpu_check.check_modes(section, {"tiny": tiny}, "cpu", samplings)
     for sampling in samplings:
         assert section["tiny"][sampling].keys() == gpu_check.MODES.keys()
+        assert section["tiny"]["engines"]["graphs, overlap"]["steps_ahead"] > 0
         for found in section["tiny"][sampling].values():
             assert found["right"] and found["tokens"] == found["same_as_eager"] == 18
 
@@ -189,6 +194,7 @@ def test_other_tokens_are_found(tiny, monkeypatch):
     )
     with pytest.raises(gpu_check.CheckError) as error:
         gpu_check.check_modes({}, {"tiny": tiny}, "cpu", {"greedy": gpu_check.GREEDY})
+    assert "tiny, eager, overlap: no step was launched ahead" in str(error.value)
     assert "tiny, greedy, eager: other tokens than transformers'" in str(error.value)
     assert "tiny, greedy, graphs, overlap: other tokens than without overlap" in str(error.value)
     with pytest.raises(gpu_check.CheckError, match="other tokens than transformers' for tiny"):
@@ -226,6 +232,20 @@ def test_more_layers_than_the_cache_holds():
     arena = gpu_check.Arena([32], [1], "cpu", torch.float32, 10**6, 1, 16)
     layer_bytes = 2 * 3 * 16 * 16 * 4
     assert 4 * 10**6 <= arena.num_layers * layer_bytes < 4 * 10**6 + layer_bytes
+
+
+def test_the_step(tiny, wall_clock, monkeypatch, one_thread):
+    """The runner of a GPU on the CPU: a graph is a function that is called again."""
+    capture = lambda: lambda function: SimpleNamespace(replay=function)  # noqa: E731
+    monkeypatch.setattr("tinyvllm.cuda_graphs.CudaCapture", capture)
+    monkeypatch.setattr(gpu_check, "CONTEXT", (3, 20))
+    monkeypatch.setattr(gpu_check, "TIMED_DTYPE", "float32")
+    section = {}
+    gpu_check.measure_step(section, CARD, tiny, "cpu", batches=(1, 2))
+    assert list(section) == ["graphs x 1", "graphs x 2", "eager x 1", "eager x 2"]
+    for found in section.values():
+        assert found["times_floor"] == found["step_ms"] / found["floor_ms"]
+    assert section["graphs x 2"]["bytes"] == section["eager x 2"]["bytes"]
 
 
 def test_the_card(wall_clock):
@@ -359,6 +379,23 @@ def test_rates_that_were_not_measured():
     assert gpu_check.rates({"failed": {}, "card": CARD}) == CARD
     with pytest.raises(gpu_check.CheckError, match="'card' failed"):
         gpu_check.rates({"failed": {"card": "?"}, "card": {}})
+
+
+def test_it_needs_few_packages(tmp_path):
+    """Where those of the CPU path and of the tests are missing, it gets as far as without a GPU."""
+    program = f"""
+import runpy, sys
+for name in ("numba", "psutil", "matplotlib", "hypothesis", "pytest"):
+    sys.modules[name] = None
+sys.argv = ["gpu_check.py", "--out", "gpu.json"]
+import tinyvllm.cuda_graphs
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "no CUDA device" in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_exit_status(tmp_path, monkeypatch, capsys):
