@@ -170,12 +170,15 @@ def store_bytes(batch: ExecutionBatch, heads: int, head_size: int, itemsize: int
     return len(batch.input_ids) * (4 * heads * head_size * itemsize + 8)
 
 
-def merge_bytes(batch: ExecutionBatch, heads: int, head_size: int, itemsize: int) -> int:
-    """The parts of rows with several splits are read in float32, their answers are written."""
+def split_bytes(
+    batch: ExecutionBatch, heads: int, head_size: int, itemsize: int
+) -> tuple[int, int]:
+    """Of rows with several splits: the parts in float32, which the decode kernel writes and the
+    merge reads, and the answers, which the merge writes."""
     splits = -(-batch.seq_lens // kernels.SPLIT_SIZE)
     splits = splits[splits > 1]
-    parts = int(splits.sum()) * (head_size + 1) * 4
-    return heads * (parts + len(splits) * head_size * itemsize)
+    parts = int(splits.sum()) * heads * (head_size + 1) * 4
+    return parts, len(splits) * heads * head_size * itemsize
 
 
 def step_bytes(batch: ExecutionBatch, model: GPT2Config, itemsize: int) -> int:
@@ -502,18 +505,22 @@ def free_memory():
 # ------------------------------------------------------------------------------------- 4. speed
 
 
-def event_ms(run: Callable, finish: Callable = lambda result: None, repeats=30, spin=False):
+SPIN = 1_000_000  # cycles, about half a millisecond: for one launch
+LONG_SPIN = 20_000_000  # for a step of hundreds of launches
+
+
+def event_ms(run: Callable, finish: Callable = lambda result: None, repeats=30, spin=0):
     """Median milliseconds that `run` takes on the current stream, `finish(its result)` excluded.
 
-    With `spin` the device is kept busy while the host queues the work, so that the host's own time
-    is not in the gap between the two events.
+    For `spin` cycles the device is kept busy while the host queues the work, so that the time of
+    a launch does not lie between the two events.
     """
     times = []
     for repeat in range(repeats + 5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         if spin:
-            torch.cuda._sleep(20_000_000)  # cycles, about 10 ms
+            torch.cuda._sleep(spin)
         start.record()
         result = run()
         end.record()
@@ -542,10 +549,10 @@ def measure_card(section: dict, device="cuda", num_bytes=1 << 30, side=8192):
     """What the card does at best: a copy far larger than its caches, a large matrix product."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = event_ms(lambda: target.copy_(source)) / 1e3
+    seconds = event_ms(lambda: target.copy_(source), spin=SPIN) / 1e3
     section["copy_bytes_per_second"] = 2 * num_bytes / seconds  # read and written
     a, b = torch.randn(2, side, side, device=device, dtype=getattr(torch, TIMED_DTYPE))
-    seconds = event_ms(lambda: a @ b) / 1e3
+    seconds = event_ms(lambda: a @ b, spin=SPIN) / 1e3
     section["matmul_operations_per_second"] = 2 * side**3 / seconds
     section["matmul_dtype"], section["matmul_side"] = TIMED_DTYPE, side
     print(f"  {section}", flush=True)
@@ -614,22 +621,23 @@ class Arena:
 def attention_runs(decodes: Arena, chunks: Arena, heads: int, head_size: int, itemsize: int):
     """(name, arena, run, bytes, operations) of everything that is timed at one batch size.
 
-    The decode kernel alone is given the bytes it writes for the merge; "decode and merge", which
-    is what a layer waits for, only those that any attention needs.
+    The decode kernel alone is given the parts that it writes for the merge; "decode and merge",
+    which is what a layer waits for, only what any attention needs.
     """
     shape = (heads, head_size, itemsize)
     needed, work = attention_bytes(decodes.batch, *shape), decodes.batch
     operations = attention_operations(work, heads, head_size)
-    merged = merge_bytes(work, *shape)
+    parts, answers = split_bytes(work, *shape)
 
     def alone(other):
         with without(other):
             decodes.decode()
 
     yield "store", decodes, decodes.store, store_bytes(work, *shape), 0
-    yield "decode", decodes, partial(alone, "merge_splits_kernel"), needed + merged, operations
+    decode, merge = partial(alone, "merge_splits_kernel"), partial(alone, "decode_attention_kernel")
+    yield "decode", decodes, decode, needed + parts - answers, operations
     if decodes.splits > 1:
-        yield "merge", decodes, partial(alone, "decode_attention_kernel"), merged, 0
+        yield "merge", decodes, merge, parts + answers, 0
     yield "decode and merge", decodes, decodes.decode, needed, operations
     yield "unified", decodes, decodes.unified, needed, operations
     operations = attention_operations(chunks.batch, heads, head_size)
@@ -666,7 +674,7 @@ def measure_attention(
         chunks = Arena(lengths, np.minimum(lengths, 2048 // sequences), *where)
         runs = attention_runs(decodes, chunks, heads, head_size, dtype.itemsize)
         for name, arena, run, num_bytes, operations in runs:
-            seconds = event_ms(captured(run)) / 1e3 / arena.num_layers
+            seconds = event_ms(captured(run), spin=SPIN) / 1e3 / arena.num_layers
             found = section[f"{name} x {sequences}"] = rate(seconds, num_bytes, operations, card)
             print(f"  {name} x {sequences}: {found}", flush=True)
         del decodes, chunks, runs, arena, run
@@ -712,7 +720,7 @@ def time_step(runner, batch: ExecutionBatch) -> dict:
     return {
         "step_ms": event_ms(lambda: runner.execute(batch)),
         "device_ms": event_ms(
-            lambda: runner.launch(batch), finish=lambda step: step.result(), spin=True
+            lambda: runner.launch(batch), finish=lambda step: step.result(), spin=LONG_SPIN
         ),
     }
 

@@ -1,6 +1,7 @@
 """scripts/gpu_check.py, where there is no GPU: what it counts, how it judges, what it keeps."""
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ def tiny(tmp_path_factory):
 def wall_clock(monkeypatch):
     """Time by a clock instead of CUDA events, and run instead of capturing."""
 
-    def event_ms(run, finish=lambda result: None, repeats=1, spin=False):
+    def event_ms(run, finish=lambda result: None, repeats=1, spin=0):
         start = time.perf_counter()
         finish(run())
         return (time.perf_counter() - start) * 1e3
@@ -91,10 +92,10 @@ def test_attention_by_hand():
     assert gpu_check.store_bytes(batch, *shape, 2) == 5 * (2 * (32 + 32) * 2 + 8)
 
 
-def test_merge_by_hand():
+def test_splits_by_hand():
     batch = gpu_check.step_batch([20, 256, 257, 600], [1, 1, 1, 1])
-    # 2 + 3 parts of 16 numbers and a logsumexp in float32, two answers in 16 bits, two heads.
-    assert gpu_check.merge_bytes(batch, 2, 16, 2) == 2 * (5 * 17 * 4 + 2 * 16 * 2)
+    # Two heads: 2 + 3 parts of 16 numbers and a logsumexp in float32, two answers in 16 bits.
+    assert gpu_check.split_bytes(batch, 2, 16, 2) == (2 * 5 * 17 * 4, 2 * 2 * 16 * 2)
 
 
 def test_a_step_by_hand():
@@ -210,7 +211,10 @@ def test_attention_is_timed_kernel_by_kernel(wall_clock, monkeypatch):
     names = ("store", "decode", "merge", "decode and merge", "unified", "chunks")
     assert list(section) == [f"{name} x 1" for name in names]
     whole, alone, merge = (section[f"{n} x 1"] for n in ("decode and merge", "decode", "merge"))
-    assert alone["bytes"] == whole["bytes"] + merge["bytes"]
+    parts, answer = 2 * (16 + 1) * 4, 16 * 4
+    assert alone["bytes"] == whole["bytes"] + parts - answer
+    assert merge["bytes"] == parts + answer
+    json.dumps(section)
     assert whole["share_of_copy"] == pytest.approx(
         whole["bytes"] / (whole["microseconds"] * 1e-6) / 1e12
     )
@@ -245,6 +249,7 @@ def test_the_step(tiny, wall_clock, monkeypatch, one_thread):
     assert list(section) == ["graphs x 1", "graphs x 2", "eager x 1", "eager x 2"]
     for found in section.values():
         assert found["times_floor"] == found["step_ms"] / found["floor_ms"]
+    json.dumps(section)
     assert section["graphs x 2"]["bytes"] == section["eager x 2"]["bytes"]
 
 
@@ -289,10 +294,10 @@ def test_events_are_timed_after_warming_up(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("spin"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(cycles))
     run, finish = lambda: log.append("run"), lambda result: log.append("finish")
-    assert gpu_check.event_ms(run, finish, repeats=3, spin=True) == 2.0
-    assert log == ["spin", "record", "run", "record", "finish", "synchronize"] * 8
+    assert gpu_check.event_ms(run, finish, repeats=3, spin=7) == 2.0
+    assert log == [7, "record", "run", "record", "finish", "synchronize"] * 8
 
 
 # The report.
@@ -419,6 +424,21 @@ def test_exit_status(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(gpu_check, "all_parts", lambda folder, part=part: {"only": part})
         assert gpu_check.main() == status
         assert ("out of memory" in capsys.readouterr().out) == (status == 1)
+
+
+def test_every_part_gets_what_it_asks_for(monkeypatch, tmp_path):
+    """The real list of parts, each replaced by one that only looks at its arguments."""
+    called = []
+    for name in [n for n in vars(gpu_check) if n.startswith(("check_", "measure_"))]:
+        signature = inspect.signature(getattr(gpu_check, name))
+
+        def part(*args, signature=signature, name=name, **kwargs):
+            signature.bind(*args, **kwargs)
+            called.append(name)
+
+        monkeypatch.setattr(gpu_check, name, part)
+    report = gpu_check.run_parts(gpu_check.all_parts(tmp_path), tmp_path / "gpu.json")
+    assert report["failed"] == {} and len(set(called)) == len(called) == 8
 
 
 def test_every_part_is_documented():
