@@ -467,10 +467,10 @@ def check_modes(section: dict, models: dict[str, Path], device="cuda", samplings
             verdict["same_as_eager"] = num_equal(answer, answers[sampling, "eager"])
             found[sampling][mode] = verdict
             print(f"  {model}, {sampling}, {mode}: {verdict}", flush=True)
-            without = answers[sampling, mode.removesuffix(", overlap")]
+            waiting = answers[sampling, mode.removesuffix(", overlap")]
             if not verdict["right"]:
                 wrong.append(f"{model}, {sampling}, {mode}: other tokens than transformers'")
-            if answer != without:
+            if answer != waiting:
                 wrong.append(f"{model}, {sampling}, {mode}: other tokens than without overlap")
         del oracle
         free_memory()
