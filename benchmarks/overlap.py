@@ -15,7 +15,7 @@ from itertools import cycle, islice
 from evidence import save
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.cuda_graphs import OverlappedEngine
+from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.engine import Engine
 from tinyvllm.execution_batch import ModelRunnerOutput
 from tinyvllm.request import Request, SamplingParams

@@ -11,10 +11,10 @@ import pytest
 from babbler import make_babbler, train_backend
 
 from tinyvllm import LLM, AsyncEngine, EngineDeadError, MockModelRunner, SamplingParams
+from tinyvllm.async_llm import Mailbox
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.gpt2 import ModelLoadError
-from tinyvllm.llm import Mailbox
 from tinyvllm.request import GenerationOutput
 from tinyvllm.tokenizer import Tokenizer
 

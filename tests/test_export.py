@@ -372,15 +372,23 @@ def test_error_two_chapters_build_config(root, capsys):
     assert "03_scheduler.ipynb builds config already" in capsys.readouterr().err
 
 
-def test_error_config_may_not_import_its_own_chapter(root, capsys):
+def test_what_one_chapter_builds_may_import_each_other(root):
+    beside = '"""Knobs."""\n\nfrom tinyvllm.scheduler import A\n\nB = A'
+    chapter(root, "03_scheduler", "A = 1", ("export:config", beside))
+    assert export([], check=False, root=root) == 0
+    assert "from tinyvllm.scheduler import A\n\nB = A" in exported(root, "config")
+
+
+def test_error_but_not_in_a_circle(root, capsys):
     chapter(
         root,
         "03_scheduler",
         "A = 1",
+        "from tinyvllm.config import B\n\nC = B",
         ("export:config", '"""Knobs."""\n\nfrom tinyvllm.scheduler import A\n\nB = A'),
     )
     assert export([], check=False, root=root) == 1
-    assert "built in chapter 03" in capsys.readouterr().err
+    assert "imports tinyvllm.config, which imports it, too" in capsys.readouterr().err
 
 
 def test_check_shows_the_difference_and_writes_nothing(root, capsys):

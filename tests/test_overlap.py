@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 import tinyvllm.cuda_graphs
 from tinyvllm.config import EngineConfig
-from tinyvllm.cuda_graphs import OverlappedEngine, make_engine
+from tinyvllm.cuda_graphs import make_engine
 from tinyvllm.engine import Engine, MockModelRunner
 from tinyvllm.execution_batch import flatten
 from tinyvllm.model_runner import step_arrays
+from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.request import Request, SamplingParams
 
 VOCAB_SIZE, EOS, MAX_MODEL_LEN = 30, 29, 40

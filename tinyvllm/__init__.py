@@ -7,11 +7,11 @@ nothing, and the control plane runs where PyTorch is not installed.
 import importlib
 
 _MODULES = {
-    "AsyncEngine": "llm",
+    "AsyncEngine": "async_llm",
     "CompletionOutput": "request",
     "Engine": "engine",
     "EngineConfig": "config",
-    "EngineDeadError": "llm",
+    "EngineDeadError": "async_llm",
     "GenerationOutput": "request",
     "IncrementalDetokenizer": "tokenizer",
     "LLM": "llm",

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tinyvllm"
 HAND_WRITTEN = {"__init__", "__main__", "cli"}
 # Modules a chapter may build beside the one that carries its name, as `export:NAME`.
-EXTRA_MODULES = {"config", "cpu_attention"}
+EXTRA_MODULES = {"config", "cpu_attention", "overlap", "async_llm"}
 TAGS = {
     "export",
     *(f"export:{name}" for name in EXTRA_MODULES),
@@ -375,32 +375,44 @@ def book_modules(root: Path = ROOT) -> tuple[dict[str, Module], dict[Path, str]]
     number |= {module.name: module.chapter for module in modules.values()}
     for module in modules.values():
         try:
-            check_imports(module, number, root)
+            check_imports(module, number, modules, root)
         except ExportError as error:
             errors.setdefault(module.notebook, str(error))
     return modules, errors
 
 
-def check_imports(module: Module, number: dict[str, int], root: Path) -> None:
-    """A module imports modules of earlier chapters; a chapter's own may import its config."""
-    header = [*module.imports, *module.typing_imports]
-    trees = [ast.parse("\n".join(header)), *(piece.node for piece in module.pieces)]
-    for name in (name for tree in trees for name in imported_modules(tree)):
-        extra = name in EXTRA_MODULES and name != module.name
-        last = module.chapter if extra else module.chapter - 1
+def check_imports(
+    module: Module, number: dict[str, int], modules: dict[str, Module], root: Path
+) -> None:
+    """A module imports modules of earlier chapters, and what its own chapter builds beside it.
+
+    `number` has the chapter of every module, also of those that cannot be read.
+    """
+    for name in imports_of(module):
+        chapter = number.get(name, 0)
+        beside = chapter == module.chapter and {name, module.name} & EXTRA_MODULES
         if name == module.name:
             problem = "is the module this chapter exports: the names are here already"
         elif name in HAND_WRITTEN or not (
             name in number or name in EXTRA_MODULES or (root / PACKAGE / f"{name}.py").exists()
         ):
             problem = "is built by no chapter"
-        elif number.get(name, 0) > last:
-            problem = f"is built in chapter {number[name]:02}"
+        elif beside and name in modules and module.name in imports_of(modules[name]):
+            problem = "imports it, too"
+        elif chapter >= module.chapter and not beside:
+            problem = f"is built in chapter {chapter:02}"
         else:
             continue
         raise ExportError(
             f"{module.notebook.name}: {module.name} imports {PACKAGE}.{name}, which {problem}"
         )
+
+
+def imports_of(module: Module) -> list[str]:
+    """Names of the package's modules that a module imports."""
+    header = [*module.imports, *module.typing_imports]
+    trees = [ast.parse("\n".join(header)), *(piece.node for piece in module.pieces)]
+    return [name for tree in trees for name in imported_modules(tree)]
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
