@@ -15,9 +15,9 @@ from itertools import cycle, islice
 from evidence import save
 
 from tinyvllm.config import EngineConfig
-from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.engine import Engine
 from tinyvllm.execution_batch import ModelRunnerOutput
+from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.request import Request, SamplingParams
 
 STEPS = 60
