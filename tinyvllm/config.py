@@ -6,7 +6,14 @@ Built, step by step, in notebooks/03_scheduler.ipynb.
 import re
 from dataclasses import dataclass, replace
 
-from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real, plain
+from tinyvllm.request import (
+    INT64_MAX,
+    INT64_MIN,
+    check_flag,
+    check_integer,
+    check_real,
+    plain_fields,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
@@ -71,8 +78,7 @@ class EngineConfig:
             "async_scheduling",
         ):
             check_flag(name, getattr(self, name))
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+        plain_fields(self)
 
     def resolve(self, model_limit: int) -> "EngineConfig":
         """Return the config with `max_model_len` filled in from the model's limit in tokens.

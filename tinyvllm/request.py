@@ -90,8 +90,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_collections()
         self._check_the_rest()
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+        plain_fields(self)
 
     def _check_distribution(self):
         check_real("temperature", self.temperature, 0.0, 2.0)
@@ -178,6 +177,12 @@ class SamplingParams:
 def plain(value: object) -> object:
     """A NumPy number as Python's: the engine adds, shifts and hashes without limits."""
     return int(value) if is_integer(value) else value
+
+
+def plain_fields(frozen: object) -> None:
+    """Make the numbers in the fields of a frozen dataclass Python's."""
+    for name in frozen.__dataclass_fields__:
+        object.__setattr__(frozen, name, plain(getattr(frozen, name)))
 
 
 def is_token_id(value: object) -> bool:
