@@ -6,14 +6,7 @@ Built, step by step, in notebooks/03_scheduler.ipynb.
 import re
 from dataclasses import dataclass, replace
 
-from tinyvllm.request import (
-    INT64_MAX,
-    INT64_MIN,
-    check_flag,
-    check_integer,
-    check_real,
-    plain_fields,
-)
+from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real, make_plain
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
@@ -78,7 +71,7 @@ class EngineConfig:
             "async_scheduling",
         ):
             check_flag(name, getattr(self, name))
-        plain_fields(self)
+        make_plain(self)
 
     def resolve(self, model_limit: int) -> "EngineConfig":
         """Return the config with `max_model_len` filled in from the model's limit in tokens.

@@ -90,7 +90,7 @@ class SamplingParams:
         self._check_lengths()
         self._check_collections()
         self._check_the_rest()
-        plain_fields(self)
+        make_plain(self)
 
     def _check_distribution(self):
         check_real("temperature", self.temperature, 0.0, 2.0)
@@ -179,7 +179,7 @@ def plain(value: object) -> object:
     return int(value) if is_integer(value) else value
 
 
-def plain_fields(frozen: object) -> None:
+def make_plain(frozen: object) -> None:
     """Make the numbers in the fields of a frozen dataclass Python's."""
     for name in frozen.__dataclass_fields__:
         object.__setattr__(frozen, name, plain(getattr(frozen, name)))
