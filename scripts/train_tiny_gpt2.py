@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 EOS = "<|endoftext|>"
@@ -1500,6 +1501,15 @@ def carried_words() -> list[str]:
     return [*GIRLS, *BOYS, *FRIEND_NAMES, *OBJECTS, *TRAITS, *adjectives]
 
 
+def carried_phrases() -> list[str]:
+    """The same for what takes several words: helpers, hiding places, events, prizes and tools."""
+    of_places = [
+        phrase for place in PLACES.values() for phrase in (place[2] + "|" + place[3]).split("|")
+    ]
+    things = (HIGH_AND_LOW, TOOLS, TREATS, FIXES, THIEVES, WEATHER, EVENTS, PRIZES)
+    return [without_article(phrase) for phrase in [*of_places, *chain(*things)]]
+
+
 def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: int = 6000):
     """Learn a byte-level BPE from stories; save it in GPT-2's formats; return the `Tokenizer`.
 
@@ -1556,7 +1566,8 @@ def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: i
 #
 # The first round learns to write. The second cares above all for the trait, which comes back rarely
 # and from far away, and which the first round only guesses. Both come to full rows last, and have
-# to find their feet again there; the third mixes them in.
+# to find their feet again there; the third mixes them in. The fourth learns to carry what takes
+# several words, and the fifth, with weights near 1, to carry only where there is something to carry.
 DRILL_ROWS = (20, 96)  # rows, tokens in a row
 SHORT_ROWS = (6, 320)
 FULL_ROWS = (2, 1024)
@@ -1569,17 +1580,29 @@ class Round:
     """A part of the training, with a learning rate that rises and falls."""
 
     steps: int
-    drill_share: float  # of the steps
     peak: float  # of the learning rate, relative to the optimizers'
     mixed: bool  # whether full rows come at any time, or in the last steps
     trait_weight: float  # of a trait that comes back
+    drill_share: float = 0.0  # of the steps
     word_weight: float = 4.0  # of another carried word that comes back
+    phrase_weight: float = 1.0  # of a carried phrase that comes back
+    place_weight: float = 1.0  # of a place that comes back
 
 
 ROUNDS = (
-    Round(steps=5000, drill_share=0.15, peak=1.0, mixed=False, trait_weight=4.0),
-    Round(steps=2000, drill_share=0.0, peak=0.6, mixed=False, trait_weight=30.0),
-    Round(steps=2200, drill_share=0.0, peak=0.6, mixed=True, trait_weight=12.0, word_weight=6.0),
+    Round(steps=5000, peak=1.0, mixed=False, trait_weight=4.0, drill_share=0.15),
+    Round(steps=2000, peak=0.6, mixed=False, trait_weight=30.0),
+    Round(steps=2200, peak=0.6, mixed=True, trait_weight=12.0, word_weight=6.0),
+    Round(steps=6000, peak=0.8, mixed=True, trait_weight=12.0, phrase_weight=4.0),
+    Round(
+        steps=3500,
+        peak=0.6,
+        mixed=True,
+        trait_weight=4.0,
+        word_weight=2.0,
+        phrase_weight=2.0,
+        place_weight=4.0,
+    ),
 )
 SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
 
@@ -1624,15 +1647,24 @@ def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bo
     return row[:length]
 
 
-def target_weights(row: list[int], weight_of: dict[int, float], eos: int) -> list[float]:
-    """For each target its weight: 1, or more for a carried word that its story has named before."""
-    named, weights = set(), []
-    for token_id in row:
-        weights.append(weight_of[token_id] if token_id in named else 1.0)
+def target_weights(row: list[int], weight_of: dict[tuple, float], eos: int) -> list[float]:
+    """For each target its weight: 1, or more in a carried phrase that its story has named before.
+
+    `weight_of` has the phrases as tuples of token ids.
+    """
+    starting: dict[int, list[tuple]] = {}
+    for phrase in weight_of:
+        starting.setdefault(phrase[0], []).append(phrase)
+    named, weights = set(), [1.0] * len(row)
+    for i, token_id in enumerate(row):
         if token_id == eos:
             named = set()
-        elif token_id in weight_of:
-            named.add(token_id)
+        for phrase in starting.get(token_id, ()):
+            if tuple(row[i : i + len(phrase)]) == phrase:
+                if phrase in named:
+                    for j in range(i, i + len(phrase)):
+                        weights[j] = max(weights[j], weight_of[phrase])
+                named.add(phrase)
     return weights[1:]
 
 
@@ -1643,10 +1675,14 @@ def batches(tokenizer, seed: int, plan: Round):
 
     eos = tokenizer.token_to_id(EOS)
     weight_of = {}
+    for phrase in carried_phrases():
+        weight_of[tuple(tokenizer.encode(f" {phrase}").ids)] = plan.phrase_weight
+    for place in PLACES:
+        weight_of[tuple(tokenizer.encode(f" {place}").ids)] = plan.place_weight
     for word in carried_words():
-        ids = tokenizer.encode(f" {word}").ids
+        ids = tuple(tokenizer.encode(f" {word}").ids)
         if len(ids) == 1:
-            weight_of[ids[0]] = plan.trait_weight if word in TRAITS else plan.word_weight
+            weight_of[ids] = plan.trait_weight if word in TRAITS else plan.word_weight
     told, drilled, rng = story_texts(seed, False), drills(seed), random.Random(seed)
     for step in range(plan.steps):
         last = step >= plan.steps * (1 - LAST_SHARE)

@@ -166,8 +166,8 @@ def test_held_out_stories_are_not_much_less_likely_than_the_grammar_says(grammar
     tokens = sum(n for _, n in losses)
     model_nats = sum(loss for loss, _ in losses) / tokens
     grammar_nats = sum(story.nats for story in told) / tokens
-    assert model_nats < 0.4
-    assert model_nats < 1.4 * grammar_nats
+    assert model_nats < 0.3
+    assert model_nats < 1.15 * grammar_nats
 
 
 def test_all_positions_are_trained(grammar, model, tokenizer):
@@ -177,10 +177,14 @@ def test_all_positions_are_trained(grammar, model, tokenizer):
 
 def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model, tokenizer):
     hero_kept, traits = 0, []
+    known = set()  # words that stories are made of
+    for story in islice(grammar.stories(11, held_out=False), 3000):
+        known.update(re.findall(r"[\w'-]+", story.text))
     told = list(islice(grammar.stories(10, held_out=True), 6))
     for story in told:
         text = grammar.continue_story(model, tokenizer, story.opening, temperature=0.0, seed=0)
         assert text.startswith(story.opening)
+        assert set(re.findall(r"[\w'-]+", text)) <= known, text
         rest = text[len(story.opening) :]
         heroes = {n for n in grammar.GIRLS + grammar.BOYS if re.search(rf"\b{n}\b", rest)}
         friends = {n for n in grammar.FRIEND_NAMES if re.search(rf"\b{n}\b", rest)}
@@ -191,11 +195,11 @@ def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model,
         assert named[0] == story.trait, text
         traits += [trait == story.trait for trait in named]
     assert hero_kept >= len(told) - 1
-    assert sum(traits) > 0.75 * len(traits)  # "the tale of the ..." often gets a trait of its own
+    assert sum(traits) >= 0.9 * len(traits)
 
 
 def test_the_evidence_describes_this_model(model):
     evidence = json.loads((ROOT / "book" / "data" / "tiny_gpt2.json").read_text())
     assert evidence["parameters"] == model.num_parameters()
-    assert evidence["held_out"]["perplexity"] < 1.4
+    assert evidence["held_out"]["perplexity"] < 1.32
     assert len(evidence["samples"]) == 10
