@@ -309,7 +309,7 @@ class TestDeath:
             engine.engine.runner.execute = broken
             for error in await asyncio.gather(*readers, return_exceptions=True):
                 assert type(error) is EngineDeadError
-                assert str(error) == "the engine died: MemoryError('the device is full')"
+                assert str(error) == "the engine died: MemoryError: the device is full"
                 assert type(error.__cause__) is MemoryError
             assert not engine_threads()
             for _ in range(2):
@@ -361,7 +361,7 @@ class TestDeath:
             return engine
 
         engine = asyncio.run(main())
-        assert engine.dead == "died: CancelledError()"
+        assert engine.dead == "died: asyncio.exceptions.CancelledError"
         check_nothing_is_left(engine)
 
 
@@ -587,3 +587,59 @@ def test_what_is_no_id_is_named(name):
             await engine.abort(name)
 
     run(body)
+
+
+class UnspeakableError(Exception):
+    def __repr__(self):
+        raise ValueError("no words")
+
+    __str__ = __repr__
+
+
+@pytest.mark.parametrize("error", [StopIteration(), StopIteration("value"), UnspeakableError()])
+def test_no_exception_of_a_step_keeps_anybody_waiting(error):
+    """Not even one that a future cannot hold, or one that cannot be shown."""
+
+    async def main():
+        engine = make_engine()
+
+        def fail(event):
+            raise error
+
+        async with asyncio.timeout(30):
+            stream = engine.generate("a fox", LONG, "r")
+            await anext(stream)
+            engine.engine.observers.append(fail)
+            with pytest.raises(EngineDeadError, match="the engine died") as caught:
+                async for _ in stream:
+                    pass
+            cause = caught.value.__cause__
+            assert error in (cause, cause.__cause__)
+            await engine.shutdown()
+        assert not engine_threads() and not engine.engine.has_unfinished_requests()
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_is_closed_while_a_consumer_waits_leaves_an_engine_that_can_be_shut_down():
+    engine, loop = make_engine(), asyncio.new_event_loop()
+    going, execute = threading.Event(), engine.engine.runner.execute
+
+    def slow(batch):
+        going.wait(30)
+        return execute(batch)
+
+    async def start():
+        consumer = asyncio.create_task(anext(engine.generate("a fox", LONG, "r")))
+        while not engine.engine.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        return consumer
+
+    engine.engine.runner.execute = slow
+    consumer = loop.run_until_complete(start())
+    loop.close()
+    going.set()
+    asyncio.run(engine.shutdown())
+    assert not engine_threads() and not engine.engine.has_unfinished_requests()
+    assert engine.engine.kv.num_free_blocks == engine.engine.kv.num_usable_blocks
+    consumer._log_destroy_pending = False  # it will never end

@@ -38,8 +38,15 @@ def test_found():
         ("without a line", {"task": ":::{exercise} Fit\nWrite `fits`.\n:::"}),
         ("must end with attempt", {"stub": "def fits(): ..."}),
         ("must end with attempt", {"stub": "attempt(check_fits, lambda: 1)"}),
-        ("holds a ```python block", {"solution": "```python\nfits = 1\n```"}),
-        ("holds a ```python block", {"solution": SOLUTION.replace("```python", "```")}),
+        ("holds ```python blocks", {"solution": "```python\nfits = 1\n```"}),
+        ("holds ```python blocks", {"solution": SOLUTION.replace("```python", "```")}),
+        (
+            "not indented",
+            {"solution": SOLUTION.replace("with\n\n```python", "with\n\n  ```python")},
+        ),
+        ("must define fits", {"solution": SOLUTION.replace("def fits", "def fitting")}),
+        ("leave check_fits alone", {"solution": SOLUTION.replace("helper():", "check_fits(_):")}),
+        ("fenced by colons", {"task": TASK.replace(":::", "```")}),
     ],
 )
 def test_malformed(words, change):

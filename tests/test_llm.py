@@ -1,5 +1,6 @@
 """`LLM`: whatever form the prompts have, the same answers; and a stream that can be left."""
 
+import gc
 import itertools
 import random
 import signal
@@ -785,6 +786,109 @@ def test_an_observer_that_fails_moves_no_other_stream_past_its_stop_string(llm):
     pieces += mine
     assert [i for piece in pieces for i in piece.outputs[0].token_ids] == expected.token_ids
     assert pieces[-1].outputs[0].stop_reason == expected.stop_reason
+
+
+def abandon(llm):
+    """Leave a stream in such a way that only the garbage collector closes it."""
+    stream = llm.stream(["One", "Two"], replace(GREEDY, logprobs=0))
+    next(stream)
+    circle = [stream]
+    circle.append(circle)
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "scheduler.schedule",
+        "scheduler.update",
+        "scheduler.abort",
+        "kv.allocate_slots",
+        "kv.free",
+        "add_request",
+        "_execute",
+        "_record_logprobs",
+        "_record",
+        "_notify",
+    ],
+)
+def test_a_stream_that_the_garbage_collector_closes_within_a_step(
+    llm, where, logprobs, monkeypatch
+):
+    """It is aborted after the step, and nobody else's tokens or blocks suffer."""
+    params = replace(GREEDY, logprobs=logprobs)
+    expected = [output.outputs for output in generate(llm, PROMPTS, params)]
+    *path, name = where.split(".")
+    owner = getattr(llm.engine, path[0]) if path else llm.engine
+    wrapped, calls = getattr(owner, name), itertools.count()
+
+    def collecting(*args, **kwargs):
+        if next(calls) == 3:
+            gc.collect()
+        return wrapped(*args, **kwargs)
+
+    gc.disable()
+    try:
+        abandon(llm)
+        assert len(llm.output_processor.inboxes) == 2
+        monkeypatch.setattr(owner, name, collecting)
+        if where == "scheduler.abort":
+            params = replace(params, stop=["qqq"])
+            list(itertools.islice(llm.stream(PROMPTS * 2, GREEDY), 3))  # left: eight aborts
+        outputs = [output.outputs for output in generate(llm, PROMPTS, params)]
+    finally:
+        gc.enable()
+    assert next(calls) > 3
+    assert outputs == expected
+
+
+def test_an_observer_that_fails_costs_no_other_stream_its_last_text(llm):
+    """The step that ends a stream is cut short while an older piece lies in its inbox."""
+    text = generate(llm, "Once", replace(GREEDY, max_tokens=3))[0].outputs[0].text
+    for stop in (None, [text[-1]]):
+        short = replace(GREEDY, max_tokens=3, stop=stop)
+        (expected,) = generate(llm, "Once", short)[0].outputs
+        mine, other = llm.stream("Once", short), llm.stream("a fox", GREEDY)
+        pieces = [next(mine)]
+        next(other)
+
+        def fail(event):
+            raise OSError("disk full")
+
+        llm.engine.observers.append(fail)
+        with pytest.raises(OSError, match="disk full"):
+            next(other)
+        llm.engine.observers.clear()
+        pieces += mine
+        assert "".join(piece.outputs[0].text for piece in pieces) == expected.text
+        last = pieces[-1].outputs[0]
+        assert (last.finish_reason, last.stop_reason) == (
+            "stop" if stop else "length",
+            stop and stop[0],
+        )
+        assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_request_aborted_between_two_looks_shows_what_was_held_back(llm):
+    text = generate(llm, "Once", replace(GREEDY, max_tokens=3))[0].outputs[0].text
+    mine = llm.stream("Once", replace(GREEDY, stop=[text + "and no further"]))
+    other = llm.stream("a fox", GREEDY)
+    pieces = [next(mine)]
+    for _ in range(3):
+        next(other)
+    llm.engine.abort(pieces[0].request_id)
+    pieces += mine
+    assert "".join(piece.outputs[0].text for piece in pieces).startswith(text)
+    assert pieces[-1].outputs[0].finish_reason == "abort"
+    other.close()
+
+
+def test_a_request_that_is_taken_away_does_not_keep_its_reader_waiting(llm):
+    stream = llm.stream("Once", GREEDY)
+    piece = next(stream)
+    llm.output_processor.abort(piece.request_id)
+    with pytest.raises(RuntimeError, match="ended, and were not delivered"):
+        list(stream)
 
 
 @pytest.mark.parametrize("prompts", [None, 5, np.array([1, 2, 3]), {1, 2}])

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from traceback import format_exception_only
 
 from tinyvllm.engine import Engine
 from tinyvllm.llm import OutputProcessor, Prompt, load_engine, make_request, part_of
@@ -184,19 +185,24 @@ class AsyncEngine:
                 self.output_processor.add_request(request, mailbox)
             except ValueError as error:
                 errors.append((mailbox, error))
-        outputs += self.output_processor.step()
+        try:
+            outputs += self.output_processor.step()
+        except StopIteration as error:  # no future can hold one, as no generator can (PEP 479)
+            raise RuntimeError("a step raised StopIteration") from error
         return errors + [(mailbox, snapshot(output)) for mailbox, output in outputs]
 
     def _close(self, cause: BaseException | None):
         """Tell every consumer, end the thread, and give back what the requests hold."""
-        self.dead = "was shut down" if cause is None else f"died: {cause!r}"
-        self._cause = cause
-        for mailbox in self.mailboxes.values():
-            mailbox.put(self._dead_error())
+        self._cause, self.dead = cause, "was shut down"
+        if cause is not None:
+            self.dead = "died: " + "".join(format_exception_only(cause)).strip()
         self._thread.shutdown()
         with suppress(Exception):  # an engine that died need not be in order
             for request_id in list(self.output_processor.inboxes):
                 self.output_processor.abort(request_id)
+        for mailbox in self.mailboxes.values():
+            with suppress(RuntimeError):  # its event loop is closed, and nobody waits any more
+                mailbox.put(self._dead_error())
 
     def _dead_error(self) -> EngineDeadError:
         error = EngineDeadError(f"the engine {self.dead}")

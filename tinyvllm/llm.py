@@ -127,8 +127,15 @@ class OutputProcessor:
         changed |= {i: output for i, output in self.outputs.items() if output.finished}
         return [self.process(output) for i, output in changed.items() if i in self.inboxes]
 
+    def finish(self, output: GenerationOutput):
+        """Process an output that ended between two steps, or in a step that an error cut short."""
+        if output.request_id in self.inboxes:
+            self.engine.abort(output.request_id)  # it may hold the output back
+            self.process(output)
+
     def abort(self, request_id: str) -> tuple[Any, GenerationOutput] | None:
-        """End a request early; returns its inbox and its output so far, if it was alive."""
+        """End a request early; returns its inbox, for the caller to deliver to, and its output so
+        far, if it was alive."""
         output = self.engine.abort(request_id)
         if output is not None and request_id in self.inboxes:
             return self.process(output)
@@ -228,6 +235,8 @@ class LLM:
         self.engine, self.tokenizer = load_engine(model, tokenizer, engine_args)
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         self.request_counter = itertools.count()
+        self._busy = False
+        self._abandoned: list[str] = []  # ids of requests whose reader has gone
 
     def make_requests(
         self,
@@ -266,26 +275,44 @@ class LLM:
         inbox: dict[str, GenerationOutput] = {}
         unfinished: set[str] = set()
         try:
-            with uninterrupted():
+            with self.exclusive():
                 for request in requests:
                     self.output_processor.add_request(request, inbox)
                     unfinished.add(request.request_id)
             while unfinished:
                 if not inbox:
+                    lost = unfinished - self.output_processor.inboxes.keys()
+                    if lost:
+                        raise RuntimeError(f"requests {sorted(lost)} ended, and were not delivered")
                     self.step()
                     continue
                 output = inbox.pop(next(iter(inbox)))
                 if output.finished:
+                    self.output_processor.finish(output)
                     unfinished.remove(output.request_id)
                 yield output
         finally:
-            with uninterrupted():
-                for request_id in unfinished:
-                    self.output_processor.abort(request_id)
+            self._abandoned += unfinished
+            if not self._busy:
+                with self.exclusive():
+                    pass
+
+    @contextmanager
+    def exclusive(self):
+        """The engine is ours: Ctrl-C waits until the block is done, and so do the aborts of
+        streams that the garbage collector closes meanwhile."""
+        with uninterrupted():
+            self._busy = True
+            try:
+                yield
+            finally:
+                while self._abandoned:
+                    self.output_processor.abort(self._abandoned.pop())
+                self._busy = False
 
     def step(self):
         """One step of the engine; each output that grew goes to the call that waits for it."""
-        with uninterrupted():
+        with self.exclusive():
             for inbox, output in self.output_processor.step():
                 inbox[output.request_id] = output
 

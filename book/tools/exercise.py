@@ -51,8 +51,10 @@ def find_exercises(cells: list, name: str) -> list[Exercise]:
     """The exercises of a notebook in order; ValueError if one does not keep to the form."""
     exercises = []
     for index, cell in enumerate(cells):
-        if cell.cell_type != "markdown" or not re.search(r"^:{3,}\{exercise\}", cell.source, re.M):
+        if cell.cell_type != "markdown" or "{exercise}" not in cell.source:
             continue
+        if not re.search(r"^:{3,}\{exercise\}", cell.source, re.M):
+            raise ValueError(f"{name}: an exercise must be fenced by colons, :::{{exercise}}")
         label = re.search(r"^:label: (ex-\d\d-\d+)$", cell.source, re.M)
         if not label:
             raise ValueError(f"{name}: an exercise without a line `:label: ex-NN-k`")
@@ -66,13 +68,33 @@ def find_exercises(cells: list, name: str) -> list[Exercise]:
         folded = r"<details>\s*<summary>Solution</summary>\n\n(.*)</details>\s*"
         match = solution is not None and re.fullmatch(folded, solution.source, re.DOTALL)
         blocks = re.findall(r"^```python\n(.*?)^```$", match[1], re.M | re.S) if match else []
-        if not blocks:
+        if not blocks or len(blocks) != match[1].count("```python"):
             raise ValueError(
                 f"{where}: the stub must be followed by a markdown cell that is all "
-                "<details><summary>Solution</summary> and holds a ```python block"
+                "<details><summary>Solution</summary> and holds ```python blocks, not indented"
             )
-        exercises.append(Exercise(label[1], stub.id, *names, "\n".join(blocks)))
+        check, answer = names
+        solution_code = "\n".join(blocks)
+        defined = defined_names(solution_code)
+        if answer not in defined or check in defined:
+            raise ValueError(f"{where}: the solution must define {answer}, and leave {check} alone")
+        exercises.append(Exercise(label[1], stub.id, check, answer, solution_code))
     return exercises
+
+
+def defined_names(source: str) -> set[str]:
+    """Names that source code binds outside of functions and classes."""
+    names = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        else:
+            names |= {
+                part.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            }
+    return names
 
 
 def attempted(source: str) -> tuple[str, str] | None:
