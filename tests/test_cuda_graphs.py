@@ -1,7 +1,8 @@
 """Chapter 13: packed transfers, padded decode steps that replay, and memory for them.
 
 A fake capture stands in for CUDA's: its replay calls the function again, over the same memory. So
-everything but the recording itself is what a GPU would run.
+it shows what padding can do wrong. It cannot show a tensor that moved, a number that was frozen, or
+a question to the device: those are looked for by address and by operation.
 """
 
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.execution_batch import ModelRunnerOutput
-from tinyvllm.gpt2 import load_model
+from tinyvllm.gpt2 import GPT2, GPT2Config, load_model
 from tinyvllm.model_runner import ModelRunner, step_arrays
 from tinyvllm.request import Request, SamplingParams
 from tinyvllm.sampler import sample, token_keys
@@ -248,6 +249,52 @@ def test_the_same_tokens_as_without_graphs(model, wishes):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+class NaiveStep(DecodeStep):
+    """Leaves the rows behind the batch as they are."""
+
+    def fill(self, batch):
+        for name, part in pad_batch(batch, self.size, self.runner.table_width).items():
+            self.inputs[name][: len(batch.seq_lens)] = torch.from_numpy(part[: len(batch.seq_lens)])
+
+
+class StaleSlots(DecodeStep):
+    """Pads everything but the slots."""
+
+    def fill(self, batch):
+        stale = self.inputs["slot_mapping"].clone()
+        super().fill(batch)
+        self.inputs["slot_mapping"][len(batch.seq_lens) :] = stale[len(batch.seq_lens) :]
+
+
+def test_a_wrong_fill_changes_tokens():
+    """Freed blocks that are soon somebody else's: the right fill gives the tokens of the plain
+    runner, and each wrong one does not."""
+    shape = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=1)
+    generator = torch.Generator().manual_seed(1)
+    shapes = shape.weight_shapes().items()
+    model = GPT2(shape, {k: 0.3 * torch.randn(s, generator=generator) for k, s in shapes})
+    config = EngineConfig(**CONFIG | {"max_num_seqs": 8, "num_gpu_blocks_override": 30})
+
+    def tokens(runner):
+        engine, outputs = Engine(config, runner), {}
+        for i, count in enumerate((20, 2, 20, 3, 20, 4, 18, 2, 16)):
+            params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
+            prompt = [(10 * i + k) % 61 for k in range(3 + i % 4)]
+            engine.add_request(Request(str(i), prompt, params))
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        return outputs
+
+    expected, wrong = tokens(ModelRunner(config, model)), []
+    for step_class in (DecodeStep, NaiveStep, StaleSlots):
+        runner = CudaModelRunner(config, model, FakeCapture())
+        for step, _, _ in runner.graphs.graphs.values():
+            step.__class__ = step_class
+        got = tokens(runner)
+        wrong.append(sum(got[name] != expected[name] for name in expected))
+    assert wrong[0] == 0 and min(wrong[1:]) > 0, wrong
+
+
 def test_what_is_no_decode_takes_the_eager_way(model):
     runner = graph_runner(model)
     for lengths, chunks, sampled in (((9, 5), (2, 1), 2), ((9, 5), (1, 1), 1)):
@@ -391,7 +438,16 @@ def test_a_step_that_samples_nobody_is_waited_for(monkeypatch):
 
 def test_static_memory_stays_where_it_is(model):
     runner = graph_runner(model)
-    for step, _, _ in runner.graphs.graphs.values():
+    steps = [step for step, _, _ in runner.graphs.graphs.values()]
+
+    def places():
+        tensors = [(*step.inputs.values(), step.logits, step.token_ids) for step in steps]
+        return [tensor.data_ptr() for group in tensors for tensor in group]
+
+    before = places()
+    serve(Engine(runner.config, runner), WISHES)
+    assert places() == before
+    for step in steps:
         arrays = padding_rows(step.size, runner.table_width)
         views = unpack(step.buffer, arrays)
         for name, view in step.inputs.items():
