@@ -317,7 +317,7 @@ class CudaModelRunner(ModelRunner):
         return logits, token_ids, token_keys(torch.arange(self.vocab_size, device=self.device))
 
     def launch(self, batch: ExecutionBatch) -> PendingOutput:
-        """Start a step, and return before it is done."""
+        """Start a step, and return before it is done, unless `sample` has to wait for it."""
         with self.on_device(), torch.inference_mode():
             fits = self.graphs is not None and self.graphs.fit(batch)
             token_ids, out = self.graphs.run(batch) if fits else self.run(batch)
