@@ -272,12 +272,6 @@ class CudaModelRunner(ModelRunner):
         """Within this context, kernels are launched where the model is."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def memory_setting(self) -> str:
-        """The field of the config that decided how large the KV cache is."""
-        given = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
-        set_by = [name for name in given if getattr(self.config, name) is not None]
-        return [*set_by, "gpu_memory_utilization"][0]
-
     @property
     def table_width(self) -> int:
         """Blocks of a sequence of full length."""
@@ -374,6 +368,12 @@ class CudaModelRunner(ModelRunner):
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {total} bytes, of which "
             f"{free} are free and a step of {size} takes {needed},"
         )
+
+    def memory_setting(self) -> str:
+        """The field of the config that decided how large the KV cache is."""
+        given = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+        set_by = [name for name in given if getattr(self.config, name) is not None]
+        return [*set_by, "gpu_memory_utilization"][0]
 
 
 def largest_batch(num_tokens: int, num_seqs: int, vocab_size: int) -> ExecutionBatch:
