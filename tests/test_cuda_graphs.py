@@ -1,9 +1,11 @@
 """Chapter 13: packed transfers, padded decode steps that replay, and memory for them.
 
 A fake capture stands in for CUDA's: its replay calls the function again, over the same memory. So
-everything but the recording itself is what a GPU would run.
+it shows what padding can do wrong. It cannot show a tensor that moved, a number that was frozen, or
+a question to the device: those are looked for by address and by operation.
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
-from tinyvllm.gpt2 import load_model
+from tinyvllm.execution_batch import ModelRunnerOutput
+from tinyvllm.gpt2 import GPT2, GPT2Config, load_model
 from tinyvllm.model_runner import ModelRunner, step_arrays
 from tinyvllm.request import Request, SamplingParams
 from tinyvllm.sampler import sample, token_keys
@@ -25,9 +28,11 @@ pytest.importorskip("triton")
 
 from tinyvllm.cuda_graphs import (
     ALIGNMENT,
+    CudaCapture,
     CudaModelRunner,
     DecodeStep,
     OverlappedEngine,
+    PendingOutput,
     draw_random_rows,
     draws_from_all,
     graph_sizes,
@@ -53,6 +58,21 @@ class FakeGraph:
         self.function()
 
 
+class FakeCapture:
+    """Stands in for `CudaCapture`; it notes what was run before, and what was captured."""
+
+    def __init__(self):
+        self.calls = []
+
+    def warm_up(self, function):
+        self.calls.append(("warm up", function.__self__.size, function.__name__))
+        function()
+
+    def __call__(self, function):
+        self.calls.append(("capture", function.__self__.size, function.__name__))
+        return FakeGraph(function)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = save(make_hf(**SMALL), tmp_path_factory.mktemp("model"))
@@ -60,7 +80,7 @@ def model(tmp_path_factory):
 
 
 def graph_runner(model, **settings):
-    return CudaModelRunner(EngineConfig(**CONFIG | settings), model, FakeGraph)
+    return CudaModelRunner(EngineConfig(**CONFIG | settings), model, FakeCapture())
 
 
 def num_replays(runner):
@@ -205,6 +225,7 @@ def test_only_own_slots_and_the_null_block_change(model):
         batch.sampling = largest_batch(rows, rows, 61).sampling
         batch.sampling.temperatures[:] = np.arange(rows) % 2
         batch.sampling.top_ps[:], batch.sampling.top_ks[:] = 1, 0
+        batch.sampling.logprob_rows = np.arange(0)
         got = runner.execute(batch).sampled_token_ids
         assert got == reference.execute(batch).sampled_token_ids
         after = torch.stack([runner.cache.keys, runner.cache.values]).flatten(2, 3)
@@ -226,6 +247,52 @@ def test_the_same_tokens_as_without_graphs(model, wishes):
         assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
         for (_, ours), (_, theirs) in zip(got, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+class NaiveStep(DecodeStep):
+    """Leaves the rows behind the batch as they are."""
+
+    def fill(self, batch):
+        for name, part in pad_batch(batch, self.size, self.runner.table_width).items():
+            self.inputs[name][: len(batch.seq_lens)] = torch.from_numpy(part[: len(batch.seq_lens)])
+
+
+class StaleSlots(DecodeStep):
+    """Pads everything but the slots."""
+
+    def fill(self, batch):
+        stale = self.inputs["slot_mapping"].clone()
+        super().fill(batch)
+        self.inputs["slot_mapping"][len(batch.seq_lens) :] = stale[len(batch.seq_lens) :]
+
+
+def test_a_wrong_fill_changes_tokens():
+    """Freed blocks that are soon somebody else's: the right fill gives the tokens of the plain
+    runner, and each wrong one does not."""
+    shape = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=1)
+    generator = torch.Generator().manual_seed(1)
+    shapes = shape.weight_shapes().items()
+    model = GPT2(shape, {k: 0.3 * torch.randn(s, generator=generator) for k, s in shapes})
+    config = EngineConfig(**CONFIG | {"max_num_seqs": 8, "num_gpu_blocks_override": 30})
+
+    def tokens(runner):
+        engine, outputs = Engine(config, runner), {}
+        for i, count in enumerate((20, 2, 20, 3, 20, 4, 18, 2, 16)):
+            params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
+            prompt = [(10 * i + k) % 61 for k in range(3 + i % 4)]
+            engine.add_request(Request(str(i), prompt, params))
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        return outputs
+
+    expected, wrong = tokens(ModelRunner(config, model)), []
+    for step_class in (DecodeStep, NaiveStep, StaleSlots):
+        runner = CudaModelRunner(config, model, FakeCapture())
+        for step, _, _ in runner.graphs.graphs.values():
+            step.__class__ = step_class
+        got = tokens(runner)
+        wrong.append(sum(got[name] != expected[name] for name in expected))
+    assert wrong[0] == 0 and min(wrong[1:]) > 0, wrong
 
 
 def test_what_is_no_decode_takes_the_eager_way(model):
@@ -251,6 +318,7 @@ def test_draws_are_those_of_the_sampler_to_the_bit(dtype):
     sampling.temperatures = rng.choice([0, 0.3, 1, 2], rows).astype(np.float32)
     sampling.min_ps = rng.choice([0, 0.1, 1], rows).astype(np.float32)
     sampling.top_ks, sampling.top_ps = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    sampling.logprob_rows = np.arange(0)
     sampling.seeds = rng.integers(-(2**63), 2**63 - 1, rows)
     sampling.output_indices = rng.integers(0, 1000, rows)
     assert draws_from_all(sampling, vocab_size)
@@ -310,9 +378,76 @@ def test_what_is_captured_never_asks_the_host(model):
     assert seen[0] == seen[1]
 
 
+def test_all_is_warm_before_anything_is_captured(model):
+    capture = FakeCapture()
+    CudaModelRunner(EngineConfig(**CONFIG), model, capture)
+    each = [(size, name) for size in (6, 4, 2, 1) for name in ("forward", "draw")]
+    assert capture.calls == [(kind, *call) for kind in ("warm up", "capture") for call in each]
+
+
+def test_captures_share_one_stream_of_their_own(monkeypatch):
+    """What CUDA would be asked: a fake notes it."""
+    log = []
+
+    def context(name):
+        @contextmanager
+        def enter(*args, **kwargs):
+            log.append((name, *args, kwargs))
+            yield
+            log.append(f"end of {name}")
+
+        return enter
+
+    stream = SimpleNamespace(
+        wait_stream=lambda other: log.append(("wait for", other)),
+        synchronize=lambda: log.append("synchronize"),
+    )
+    fakes = {
+        "graph_pool_handle": lambda: "pool",
+        "Stream": lambda: stream,
+        "current_stream": lambda: "current",
+        "CUDAGraph": lambda: "graph",
+        "stream": context("stream"),
+        "graph": context("graph"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture = CudaCapture()
+    capture.warm_up(lambda: log.append("run"))
+    on_stream = [("stream", stream, {}), "run", "end of stream"]
+    assert log == [("wait for", "current"), *on_stream, "synchronize"]
+    log.clear()
+    assert capture(lambda: log.append("run")) == "graph"
+    asked = {"pool": "pool", "stream": stream, "capture_error_mode": "thread_local"}
+    assert log == [("graph", "graph", asked), "run", "end of graph"]
+
+
+def test_a_step_that_samples_nobody_is_waited_for(monkeypatch):
+    log = []
+    event = SimpleNamespace(
+        record=lambda: log.append("record"), synchronize=lambda: log.append("synchronize")
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    for device, expected in (("cpu", []), ("cuda", ["record", "synchronize"])):
+        nobody = torch.empty(0, dtype=torch.int64)  # on the CPU, as `ModelRunner.run` makes it
+        pending = PendingOutput(nobody, ModelRunnerOutput([]), torch.device(device))
+        assert log == expected[:1]
+        assert pending.result().sampled_token_ids == []
+        assert log == expected
+
+
 def test_static_memory_stays_where_it_is(model):
     runner = graph_runner(model)
-    for step, _, _ in runner.graphs.graphs.values():
+    steps = [step for step, _, _ in runner.graphs.graphs.values()]
+
+    def places():
+        tensors = [(*step.inputs.values(), step.logits, step.token_ids) for step in steps]
+        return [tensor.data_ptr() for group in tensors for tensor in group]
+
+    before = places()
+    serve(Engine(runner.config, runner), WISHES)
+    assert places() == before
+    for step in steps:
         arrays = padding_rows(step.size, runner.table_width)
         views = unpack(step.buffer, arrays)
         for name, view in step.inputs.items():
@@ -334,8 +469,8 @@ def fake_memory(monkeypatch):
     """A device of 1000 MiB that has 900 left; a step takes `peak`."""
     memory = SimpleNamespace(total=1000 << 20, free=900 << 20, peaks=[100 << 20, 30 << 20])
     fakes = {
-        "memory_allocated": lambda device: 7,
-        "max_memory_allocated": lambda device: 7 + memory.peaks.pop(0),
+        "memory_reserved": lambda device: 7,
+        "max_memory_reserved": lambda device: 7 + memory.peaks.pop(0),
         "reset_peak_memory_stats": lambda device: None,
         "synchronize": lambda device: None,
         "empty_cache": lambda: None,
@@ -349,7 +484,7 @@ def fake_memory(monkeypatch):
 
 def measured(model, **settings):
     config = EngineConfig(device="cpu", block_size=4, max_num_batched_tokens=16, **settings)
-    return CudaModelRunner(config, model, FakeGraph)
+    return CudaModelRunner(config, model, FakeCapture())
 
 
 def test_blocks_are_what_the_largest_step_leaves(model, fake_memory, monkeypatch):
@@ -370,9 +505,10 @@ def test_the_profile_runs_the_largest_step(model, fake_memory, monkeypatch):
     assert len(batch.input_ids) == 16 and np.diff(batch.query_start_loc).tolist() == [5, 5, 6]
     assert len(batch.logits_indices) == 3
     assert not batch.slot_mapping.any() and not batch.block_table.any()
+    assert batch.sampling.logprob_rows.tolist() == [0, 1, 2]  # every row asks for everything
     fake_memory.peaks = [0, 0]
     config = EngineConfig(device="cpu", max_num_seqs=2, max_num_batched_tokens=999)
-    CudaModelRunner(config, model, FakeGraph)
+    CudaModelRunner(config, model, FakeCapture())
     assert np.diff(seen[1].query_start_loc).tolist() == [32, 32]  # no longer than a sequence
 
 
@@ -390,6 +526,21 @@ def test_memory_that_does_not_suffice_is_explained(model, fake_memory, monkeypat
     monkeypatch.setattr(CudaModelRunner, "run", run_out)
     with pytest.raises(ValueError, match="a step of max_num_batched_tokens=16 does not fit"):
         measured(model)
+
+
+@pytest.mark.parametrize(
+    "setting", ["gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_memory_bytes"]
+)
+def test_graphs_that_do_not_fit_are_explained(model, fake_memory, setting):
+    def run_out(function):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    values = {"num_gpu_blocks_override": 30, "kv_cache_memory_bytes": 1 << 20}
+    wish = {setting: values[setting]} if setting in values else {}
+    config = EngineConfig(device="cpu", block_size=4, max_num_batched_tokens=16, **wish)
+    with pytest.raises(ValueError) as error:
+        CudaModelRunner(config, model, run_out)
+    assert f"a smaller {setting}, or enforce_eager=True, is needed" in str(error.value)
 
 
 def test_dtype_auto_is_a_16_bit_type_on_a_gpu(monkeypatch):

@@ -292,6 +292,40 @@ def test_no_thread_is_left_when_no_request_is():
     assert threads_become(0)
 
 
+class Impatient(OverlappedEngine):
+    """Two interrupts: one ends the wait for a step, one the wait of the cleaning up."""
+
+    def _launch(self, batch):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        super()._launch(batch)
+        return type("Pending", (), {"result": lambda self: interrupt()})()
+
+
+def test_no_two_threads_run_a_model_at_once():
+    """The last request goes while a step still runs: its thread is waited for."""
+    runner = MockModelRunner(VOCAB_SIZE, 100, 4, MAX_MODEL_LEN)
+    started, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def execute(batch):
+        started.set()
+        assert go_on.wait(10)
+        time.sleep(0.05)
+        done.set()
+
+    runner.execute = execute
+    engine = Impatient(EngineConfig(block_size=4), runner, EOS)
+    engine.add_request(Request("a", [1, 2], SamplingParams(max_tokens=9)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert started.wait(10) and not done.is_set()
+    engine.check_invariants()
+    go_on.set()
+    engine.abort("a")
+    assert done.is_set() and threads_become(0)
+
+
 # --------------------------------------------------------------------------------------- the door
 
 

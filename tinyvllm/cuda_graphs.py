@@ -19,7 +19,7 @@ from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.request import GREEDY_BELOW
 from tinyvllm.sampler import draw, row_keys, sample, scale, token_keys
 
-ALIGNMENT = 16  # bytes, the widest load of a GPU: kernels may assume it of every array
+ALIGNMENT = 16  # bytes; for a pointer that is no multiple of 16, Triton compiles a kernel anew
 
 
 def starts_of(arrays: dict[str, np.ndarray]) -> tuple[dict[str, int], int]:
@@ -151,17 +151,27 @@ class DecodeStep:
 
 
 class CudaCapture:
-    """Records what a function asks of the GPU; `replay()` of the result asks for it again, in
-    one launch. All recordings of one `CudaCapture` take their scratch memory from one pool."""
+    """Records what a function asks of the current GPU; `replay()` of the result asks for it again,
+    in one launch. All recordings share a stream and a pool of scratch memory."""
 
     def __init__(self):
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # PyTorch's default is one for all GPUs of a process
+
+    def warm_up(self, function) -> None:
+        """Run `function()` where it will be recorded: compilers and libraries set themselves up
+        in a first call, some of them for each stream, and that cannot be recorded."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            function()
+        self.stream.synchronize()
 
     def __call__(self, function) -> torch.cuda.CUDAGraph:
-        """A recording of `function()`. It must have run before: compilers and libraries set
-        themselves up in a first call, which cannot be recorded."""
+        """A recording of `function()`, which has been warmed up."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # Other threads may go on allocating memory, such as those of an engine on another GPU.
+        mode = {"stream": self.stream, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, pool=self.pool, **mode):
             function()
         return graph
 
@@ -172,20 +182,22 @@ class DecodeGraphs:
 
     Args:
         runner: a `CudaModelRunner` that has its cache.
-        capture: `capture(function)` returns an object whose `replay()` repeats the function.
+        capture: `capture(function)` returns an object whose `replay()` repeats the function. If
+            it has a method `warm_up`, that runs a function before any is captured.
     """
 
     def __init__(self, runner, capture):
         self.runner, config = runner, runner.config
         self.sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
         outputs = runner.decode_outputs(self.sizes[-1])
-        self.graphs = {}
-        # The largest first: the others find all the scratch memory that they need in the pool.
-        for size in reversed(self.sizes):
-            step = DecodeStep(runner, size, *outputs)
-            for function in (step.forward, step.draw):
-                function()  # on padding alone
-            self.graphs[size] = step, capture(step.forward), capture(step.draw)
+        # The largest first: the others find all the scratch memory that they need in the pool. It
+        # is shared, yet graphs may be replayed in any order: inputs, logits and ids lie outside.
+        steps = [DecodeStep(runner, size, *outputs) for size in reversed(self.sizes)]
+        warm_up = getattr(capture, "warm_up", lambda function: function())
+        for step in steps:  # on padding alone
+            warm_up(step.forward)
+            warm_up(step.draw)
+        self.graphs = {s.size: (s, capture(s.forward), capture(s.draw)) for s in steps}
 
     def fit(self, batch: ExecutionBatch) -> bool:
         """Whether a batch is one token of each sequence, sampled, and not too many of them."""
@@ -211,12 +223,13 @@ class DecodeGraphs:
 class PendingOutput:
     """The output of a step that may still run; `result()` waits for it, as a future's does."""
 
-    def __init__(self, token_ids: Tensor, out: ModelRunnerOutput):
-        self.out, on_gpu = out, token_ids.is_cuda
-        self.token_ids = torch.empty(len(token_ids), dtype=torch.int64, pin_memory=on_gpu)
+    def __init__(self, token_ids: Tensor, out: ModelRunnerOutput, device: torch.device):
+        self.out, size = out, len(token_ids)
+        self.token_ids = torch.empty(size, dtype=torch.int64, pin_memory=token_ids.is_cuda)
         self.token_ids.copy_(token_ids, non_blocking=True)
-        self.arrived = torch.cuda.Event() if on_gpu else None
-        if on_gpu:
+        # Not by the ids' device: a step that samples nobody has to be waited for, too.
+        self.arrived = torch.cuda.Event() if device.type == "cuda" else None
+        if self.arrived is not None:
             self.arrived.record()
 
     def result(self) -> ModelRunnerOutput:
@@ -236,7 +249,7 @@ class CudaModelRunner(ModelRunner):
         capture: what captures a function; None is CUDA's own capture.
 
     Raises:
-        ValueError: as `ModelRunner`; also if the largest step itself does not fit in memory.
+        ValueError: as `ModelRunner`; also if the largest step or the graphs do not fit in memory.
 
     vLLM: v1/worker/gpu_model_runner.py.
     """
@@ -244,9 +257,16 @@ class CudaModelRunner(ModelRunner):
     def __init__(self, config, model: GPT2 | None = None, capture=None):
         super().__init__(config, model)
         self.graphs = None
-        if not self.config.enforce_eager:
+        if self.config.enforce_eager:
+            return
+        try:
             with self.on_device(), torch.inference_mode():
                 self.graphs = DecodeGraphs(self, capture or CudaCapture())
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                f"no memory of {self.device} is left for CUDA graphs: a smaller "
+                f"{self.memory_setting()}, or enforce_eager=True, is needed"
+            ) from error
 
     def on_device(self):
         """Within this context, kernels are launched where the model is."""
@@ -291,22 +311,25 @@ class CudaModelRunner(ModelRunner):
         return logits, token_ids, token_keys(torch.arange(self.vocab_size, device=self.device))
 
     def launch(self, batch: ExecutionBatch) -> PendingOutput:
-        """Start a step, and return before it is done."""
+        """Start a step, and return before it is done, unless `sample` has to wait for it."""
         with self.on_device(), torch.inference_mode():
             fits = self.graphs is not None and self.graphs.fit(batch)
-            return PendingOutput(*(self.graphs.run(batch) if fits else self.run(batch)))
+            token_ids, out = self.graphs.run(batch) if fits else self.run(batch)
+            return PendingOutput(token_ids, out, self.device)
 
     def execute(self, batch: ExecutionBatch) -> ModelRunnerOutput:
         """Run one step of the model; returns when its tokens are here."""
         return self.launch(batch).result()
 
     def peak_memory(self, function) -> int:
-        """Bytes that the device has to give while `function()` runs."""
-        before = torch.cuda.memory_allocated(self.device)
+        """Bytes that the device has to give while `function()` runs. PyTorch asks for memory in
+        larger pieces than it hands out, so what it holds is counted, not what is in use."""
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         function()
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return torch.cuda.max_memory_reserved(self.device) - before
 
     @torch.inference_mode()
     def step_memory(self) -> int:
@@ -346,6 +369,12 @@ class CudaModelRunner(ModelRunner):
             f"{free} are free and a step of {size} takes {needed},"
         )
 
+    def memory_setting(self) -> str:
+        """The field of the config that decided how large the KV cache is."""
+        given = ("num_gpu_blocks_override", "kv_cache_memory_bytes")
+        set_by = [name for name in given if getattr(self.config, name) is not None]
+        return [*set_by, "gpu_memory_utilization"][0]
+
 
 def largest_batch(num_tokens: int, num_seqs: int, vocab_size: int) -> ExecutionBatch:
     """A step of `num_tokens` tokens of `num_seqs` sequences, sampled the way that takes the most
@@ -374,8 +403,8 @@ def largest_batch(num_tokens: int, num_seqs: int, vocab_size: int) -> ExecutionB
             penalized=nothing,
             penalties=ones[:0].reshape(0, 3),
             history=nothing.reshape(0, 3),
-            logprob_rows=nothing,
-            num_logprobs=0,
+            logprob_rows=np.arange(num_seqs),
+            num_logprobs=5,
         ),
         prompt_logits_indices=nothing,
         prompt_targets=nothing,

@@ -129,8 +129,8 @@ class OverlappedEngine(Engine):
     def _forget(self, request_id: str):
         Engine._forget(self, request_id)
         if not self._outputs and self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
+            self._thread.shutdown()  # waits: after two interrupts a step may still run, and the
+            self._thread = None  # next thread must not write to the cache beside it
 
     def _plan_and_execute(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
         prediction, self._prediction = self._prediction, None
