@@ -127,20 +127,12 @@ class OutputProcessor:
         changed |= {i: output for i, output in self.outputs.items() if output.finished}
         return [self.process(output) for i, output in changed.items() if i in self.inboxes]
 
-    def finish(self, output: GenerationOutput):
-        """Process an output that ended between two steps, or in a step that an error cut short."""
-        if output.request_id in self.inboxes:
-            self.engine.abort(output.request_id)  # it may hold the output back
-            self.process(output)
-
     def abort(self, request_id: str) -> tuple[Any, GenerationOutput] | None:
-        """End a request early; returns its inbox, for the caller to deliver to, and its output so
-        far, if it was alive."""
-        output = self.engine.abort(request_id)
-        if output is not None and request_id in self.inboxes:
-            return self.process(output)
-        self.forget(request_id)
-        return None
+        """End a request early, if it has not ended; returns its inbox, for the caller to deliver
+        to, and its output so far. None if that was returned before."""
+        self.engine.abort(request_id)
+        output = self.outputs.get(request_id)
+        return None if output is None else self.process(output)
 
 
 def part_of(completion: CompletionOutput, num_tokens=0, num_characters=0) -> CompletionOutput:
@@ -288,7 +280,8 @@ class LLM:
                     continue
                 output = inbox.pop(next(iter(inbox)))
                 if output.finished:
-                    self.output_processor.finish(output)
+                    # It may have ended between two steps, or in one that an error cut short.
+                    self.output_processor.abort(output.request_id)
                     unfinished.remove(output.request_id)
                 yield output
         finally:
