@@ -6,6 +6,7 @@ The shipped model, greedy, without the prefix cache, so that every call computes
 """
 
 import argparse
+from itertools import islice
 
 from evidence import interleaved_medians, save
 
@@ -19,7 +20,7 @@ TOKENS = 20  # of each continuation
 def prompts(number: int) -> list[str]:
     """The beginnings of so many stories, no two the same."""
     starts = (f"Once upon a time, a {trait} {kind} lived" for trait in TRAITS for kind in KINDS)
-    return [start for start, _ in zip(starts, range(number), strict=False)]
+    return list(islice(starts, number))
 
 
 def measure(llm: LLM, number: int, rounds: int) -> dict:

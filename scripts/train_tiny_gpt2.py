@@ -1647,23 +1647,22 @@ def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bo
     return row[:length]
 
 
-def target_weights(row: list[int], weight_of: dict[tuple, float], eos: int) -> list[float]:
+def target_weights(
+    row: list[int], carried: dict[int, list[tuple[tuple, float]]], eos: int
+) -> list[float]:
     """For each target its weight: 1, or more in a carried phrase that its story has named before.
 
-    `weight_of` has the phrases as tuples of token ids.
+    `carried` has (phrase, weight) by the first token of the phrase, a tuple of token ids.
     """
-    starting: dict[int, list[tuple]] = {}
-    for phrase in weight_of:
-        starting.setdefault(phrase[0], []).append(phrase)
     named, weights = set(), [1.0] * len(row)
     for i, token_id in enumerate(row):
         if token_id == eos:
             named = set()
-        for phrase in starting.get(token_id, ()):
+        for phrase, weight in carried.get(token_id, ()):
             if tuple(row[i : i + len(phrase)]) == phrase:
                 if phrase in named:
                     for j in range(i, i + len(phrase)):
-                        weights[j] = max(weights[j], weight_of[phrase])
+                        weights[j] = max(weights[j], weight)
                 named.add(phrase)
     return weights[1:]
 
@@ -1683,6 +1682,9 @@ def batches(tokenizer, seed: int, plan: Round):
         ids = tuple(tokenizer.encode(f" {word}").ids)
         if len(ids) == 1:
             weight_of[ids] = plan.trait_weight if word in TRAITS else plan.word_weight
+    carried: dict[int, list[tuple[tuple, float]]] = {}
+    for phrase, weight in weight_of.items():
+        carried.setdefault(phrase[0], []).append((phrase, weight))
     told, drilled, rng = story_texts(seed, False), drills(seed), random.Random(seed)
     for step in range(plan.steps):
         last = step >= plan.steps * (1 - LAST_SHARE)
@@ -1693,7 +1695,7 @@ def batches(tokenizer, seed: int, plan: Round):
             source, (rows, tokens), places = told, FULL_ROWS, (0,)
         else:
             source, (rows, tokens), places = told, SHORT_ROWS, SHORT_STARTS
-        weigh = {} if last else weight_of
+        weigh = {} if last else carried
         ids = [packed_row(source, tokenizer, tokens + 1, rng.random() < 0.5) for _ in range(rows)]
         starts = [[rng.choice(places)] for _ in range(rows)]
         weights = [target_weights(row, weigh, eos) for row in ids]
