@@ -48,6 +48,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +61,7 @@ import triton
 import tinyvllm.triton_attention as kernels
 from tinyvllm.attention import PagedKVCache, reference_paged_attention
 from tinyvllm.config import EngineConfig
+from tinyvllm.cuda_graphs import CudaModelRunner, truncate
 from tinyvllm.execution_batch import (
     ExecutionBatch,
     SamplingBatch,
@@ -331,6 +333,7 @@ def check_kernels(section: dict, device="cuda", step=REAL_STEP, heads=12, head_s
 GAP_TOLERANCE = 1e-3
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
 SEEDED = SamplingParams(temperature=0.8, seed=1, max_tokens=48, ignore_eos=True, detokenize=False)
+TRUNCATED = replace(SEEDED, top_k=100, top_p=0.9)
 PROMPT_LENGTHS = (1, 5, 16, 33, 120, 300, 700)
 # Few sequences, so that some wait, and a budget that cuts the longest prompts into chunks.
 SMALL_ENGINE = {"dtype": "float32", "max_num_seqs": 6, "max_num_batched_tokens": 256}
@@ -390,7 +393,8 @@ def token_gaps(model, prompt: list[int], token_ids: list[int], params: SamplingP
     """How far below the best token each one is, by the model's scores after all before it.
 
     Without a gap anywhere they are what the model generates. With a temperature the scores are the
-    scaled logits with the noise of that seed added: the largest is the token drawn.
+    scaled logits, cut by top-k and top-p, with the noise of that seed added: the largest is the
+    token drawn.
     """
     ids = torch.tensor([prompt + token_ids], device=model.device)
     scores = model(ids).logits[0, len(prompt) - 1 : -1].float()
@@ -399,7 +403,13 @@ def token_gaps(model, prompt: list[int], token_ids: list[int], params: SamplingP
         rows = row_keys(torch.full_like(every, params.seed), every)
         noise = gumbel_noise(rows, token_keys(torch.arange(scores.shape[1], device=scores.device)))
         temperatures = scores.new_full((len(scores),), params.temperature)
-        scores = scale(scores.clone(), temperatures) + noise
+        scores = scale(scores.clone(), temperatures)
+        truncate(
+            scores,
+            torch.full_like(every, params.top_k),
+            torch.full_like(temperatures, params.top_p),
+        )
+        scores += noise
     chosen = scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
     return (scores.amax(dim=1) - chosen).tolist()
 
@@ -444,7 +454,7 @@ def check_modes(section: dict, models: dict[str, Path], device="cuda", samplings
     padded batch can have its matrices multiplied in another order; so its tokens are judged by
     transformers as well.
     """
-    samplings = samplings or {"greedy": GREEDY, "seeded": SEEDED}
+    samplings = samplings or {"greedy": GREEDY, "seeded": SEEDED, "truncated": TRUNCATED}
     wrong = []
     for model, folder in models.items():
         prompts = random_prompts(folder)
@@ -683,8 +693,6 @@ def measure_attention(
 
 def measure_step(section: dict, card: dict, folder: Path, device="cuda", batches=BATCHES):
     """A decode step of GPT-2 124M through the model runner, from the batch to tokens on the host."""
-    from tinyvllm.cuda_graphs import CudaModelRunner
-
     model, itemsize = GPT2Config.from_pretrained(folder), getattr(torch, TIMED_DTYPE).itemsize
     num_blocks = max(batches) * -(-CONTEXT[1] // BLOCK_SIZE) + 1
     for mode in ("graphs", "eager"):
@@ -716,9 +724,15 @@ def measure_step(section: dict, card: dict, folder: Path, device="cuda", batches
 
 
 def time_step(runner, batch: ExecutionBatch) -> dict:
-    """The step as an engine waits for it, and the part of it that the device works."""
+    """The step as an engine waits for it, and the part of it that the device works; the step where
+    tokens are drawn, and where they are drawn with top-p."""
+    ones = np.ones(len(batch.seq_lens), np.float32)
+    random = replace(batch, sampling=replace(batch.sampling, temperatures=ones))
+    truncated = replace(batch, sampling=replace(random.sampling, top_ps=0.9 * ones))
     return {
         "step_ms": event_ms(lambda: runner.execute(batch)),
+        "random_step_ms": event_ms(lambda: runner.execute(random)),
+        "top_p_step_ms": event_ms(lambda: runner.execute(truncated)),
         "device_ms": event_ms(
             lambda: runner.launch(batch), finish=lambda step: step.result(), spin=LONG_SPIN
         ),

@@ -26,15 +26,19 @@ from tinyvllm.sampler import sample, token_keys
 
 pytest.importorskip("triton")
 
+from tinyvllm import cuda_graphs
 from tinyvllm.cuda_graphs import (
     ALIGNMENT,
+    CAPTURED,
+    SORTED_AT_ONCE,
     CudaCapture,
     CudaModelRunner,
     DecodeStep,
     OverlappedEngine,
     PendingOutput,
+    draw_of,
     draw_random_rows,
-    draws_from_all,
+    draws_only,
     graph_sizes,
     largest_batch,
     pack,
@@ -84,7 +88,7 @@ def graph_runner(model, **settings):
 
 
 def num_replays(runner):
-    return sum(forward.replays for _, forward, _ in runner.graphs.graphs.values())
+    return sum(graphs["forward"].replays for _, graphs in runner.graphs.graphs.values())
 
 
 WISHES = [
@@ -94,9 +98,13 @@ WISHES = [
     {"temperature": 0, "min_p": 0.3},
     {"temperature": 0.7, "seed": 1, "top_k": 100},
 ]
-SPECIAL = [
+TRUNCATED = [
     {"temperature": 0.8, "seed": 2, "top_k": 5},
     {"temperature": 0.8, "seed": 2, "top_p": 0.7},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.6, "min_p": 0.01},
+]
+SPECIAL = [
+    {"temperature": 0.8, "seed": 2, "top_k": 5, "logprobs": 1},
     {"temperature": 0, "logit_bias": {7: 3.0}},
     {"temperature": 0, "repetition_penalty": 1.5},
     {"temperature": 0, "logprobs": 2},
@@ -235,7 +243,7 @@ def test_only_own_slots_and_the_null_block_change(model):
     assert num_replays(runner) == 6
 
 
-@pytest.mark.parametrize("wishes", [WISHES, SPECIAL, WISHES + SPECIAL[:1]])
+@pytest.mark.parametrize("wishes", [WISHES, TRUNCATED + WISHES, SPECIAL, WISHES + SPECIAL[:1]])
 def test_the_same_tokens_as_without_graphs(model, wishes):
     """Against the CPU runner and the eager Triton path, with sequences that come and go."""
     runner = graph_runner(model)
@@ -269,15 +277,15 @@ class StaleSlots(DecodeStep):
 def test_a_wrong_fill_changes_tokens():
     """Freed blocks that are soon somebody else's: the right fill gives the tokens of the plain
     runner, and each wrong one does not."""
-    shape = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=2, n_head=1)
+    shape = GPT2Config(vocab_size=61, n_positions=32, n_embd=16, n_layer=1, n_head=1)
     generator = torch.Generator().manual_seed(1)
     shapes = shape.weight_shapes().items()
-    model = GPT2(shape, {k: 0.3 * torch.randn(s, generator=generator) for k, s in shapes})
+    model = GPT2(shape, {k: torch.randn(s, generator=generator) for k, s in shapes})
     config = EngineConfig(**CONFIG | {"max_num_seqs": 8, "num_gpu_blocks_override": 30})
 
     def tokens(runner):
         engine, outputs = Engine(config, runner), {}
-        for i, count in enumerate((20, 2, 20, 3, 20, 4, 18, 2, 16)):
+        for i, count in enumerate((12, 2, 12, 3, 12, 4, 10, 2, 9)):
             params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=0)
             prompt = [(10 * i + k) % 61 for k in range(3 + i % 4)]
             engine.add_request(Request(str(i), prompt, params))
@@ -288,7 +296,7 @@ def test_a_wrong_fill_changes_tokens():
     expected, wrong = tokens(ModelRunner(config, model)), []
     for step_class in (DecodeStep, NaiveStep, StaleSlots):
         runner = CudaModelRunner(config, model, FakeCapture())
-        for step, _, _ in runner.graphs.graphs.values():
+        for step, _ in runner.graphs.graphs.values():
             step.__class__ = step_class
         got = tokens(runner)
         wrong.append(sum(got[name] != expected[name] for name in expected))
@@ -310,37 +318,53 @@ def test_what_is_no_decode_takes_the_eager_way(model):
 # ------------------------------------------------------------------------------------ sampling
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_draws_are_those_of_the_sampler_to_the_bit(dtype):
+def test_draws_are_those_of_the_sampler(dtype, truncated):
+    """In bfloat16 many logits are equal: ties at the bars."""
     rng = np.random.default_rng(11)
-    rows, vocab_size = 40, 1000
+    rows, vocab_size = 2 * SORTED_AT_ONCE + 7, 2000
     sampling = largest_batch(rows, rows, vocab_size).sampling
     sampling.temperatures = rng.choice([0, 0.3, 1, 2], rows).astype(np.float32)
     sampling.min_ps = rng.choice([0, 0.1, 1], rows).astype(np.float32)
     sampling.top_ks, sampling.top_ps = np.zeros(rows, np.int64), np.ones(rows, np.float32)
+    if truncated:
+        sampling.top_ks = rng.choice([0, 1, 7, 1500, vocab_size - 1, vocab_size, 9999], rows)
+        sampling.top_ps = rng.choice([0.01, 0.5, 0.9, 1], rows).astype(np.float32)
     sampling.logprob_rows = np.arange(0)
     sampling.seeds = rng.integers(-(2**63), 2**63 - 1, rows)
     sampling.output_indices = rng.integers(0, 1000, rows)
-    assert draws_from_all(sampling, vocab_size)
+    assert draws_only(sampling)
+    assert draw_of(sampling, vocab_size) == ("draw_truncated" if truncated else "draw")
     logits = torch.randn(rows, vocab_size).mul(3).to(dtype)
     expected, _ = sample(logits.clone(), sampling)
-    names = ("temperatures", "min_ps", "seeds", "output_indices")
-    inputs = {name: torch.from_numpy(getattr(sampling, name)) for name in names}
+    inputs = {
+        name: torch.from_numpy(array)
+        for name, array in vars(sampling).items()
+        if name in padding_rows(rows, 1)
+    }
     logits = logits.to(torch.float32, copy=True)
     got = logits.argmax(-1)
-    draw_random_rows(got, logits, token_keys(torch.arange(vocab_size)), inputs)
+    draw_random_rows(got, logits, token_keys(torch.arange(vocab_size)), inputs, truncated)
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("wish", WISHES + TRUNCATED)
 def test_wishes_that_a_graph_can_grant(wish):
-    assert draws_from_all(make_sampling([SamplingParams(**wish)] * 2), 61)
+    sampling = make_sampling([SamplingParams(temperature=0), SamplingParams(**wish)])
+    assert draws_only(sampling)
+    random = "draw_truncated" if wish in TRUNCATED else "draw"
+    assert draw_of(sampling, 61) == (random if wish["temperature"] else None)
+
+
+@pytest.mark.parametrize("wish", TRUNCATED)
+def test_greedy_rows_need_no_bars(wish):
+    assert draw_of(make_sampling([SamplingParams(**wish | {"temperature": 0})]), 61) is None
 
 
 @pytest.mark.parametrize("wish", SPECIAL)
 def test_wishes_that_it_cannot(wish):
-    plain = SamplingParams(temperature=0)
-    assert not draws_from_all(make_sampling([plain, SamplingParams(**wish)]), 61)
+    assert not draws_only(make_sampling([SamplingParams(temperature=0), SamplingParams(**wish)]))
 
 
 # What makes the host wait for a GPU, or cannot be known while a graph is recorded.
@@ -362,26 +386,33 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_is_captured_never_asks_the_host(model):
+def test_what_is_captured_never_asks_the_host(model, monkeypatch):
     """No operation that waits, no copy from the host, and the same operations whatever the
     inputs are."""
+
+    def on_a_gpu(scaled):  # on a CPU, NumPy sorts
+        return scaled.sort(dim=-1, descending=True).values
+
+    monkeypatch.setattr(cuda_graphs, "sort_descending", on_a_gpu)
     runner = graph_runner(model)
     step = DecodeStep(runner, 4, *runner.decode_outputs(4))
     seen = []
-    for temperature in (0, 1):
+    for temperature, top_k, top_p in ((0, 0, 1), (1, 0, 1), (1, 3, 0.5)):
         step.inputs["temperatures"].fill_(temperature)
+        step.inputs["top_ks"].fill_(top_k)
+        step.inputs["top_ps"].fill_(top_p)
         with torch.inference_mode(), Watch() as watch:
-            step.forward()
-            step.draw()
-        assert not WAITING & set(watch.names)
+            for name in CAPTURED:
+                getattr(step, name)()
+        assert WAITING & set(watch.names) == set()
         seen.append(watch.names)
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_all_is_warm_before_anything_is_captured(model):
     capture = FakeCapture()
     CudaModelRunner(EngineConfig(**CONFIG), model, capture)
-    each = [(size, name) for size in (6, 4, 2, 1) for name in ("forward", "draw")]
+    each = [(size, name) for size in (6, 4, 2, 1) for name in CAPTURED]
     assert capture.calls == [(kind, *call) for kind in ("warm up", "capture") for call in each]
 
 
@@ -438,7 +469,7 @@ def test_a_step_that_samples_nobody_is_waited_for(monkeypatch):
 
 def test_static_memory_stays_where_it_is(model):
     runner = graph_runner(model)
-    steps = [step for step, _, _ in runner.graphs.graphs.values()]
+    steps = [step for step, _ in runner.graphs.graphs.values()]
 
     def places():
         tensors = [(*step.inputs.values(), step.logits, step.token_ids) for step in steps]
@@ -456,7 +487,7 @@ def test_static_memory_stays_where_it_is(model):
         attend = step.attend
         assert attend.slot_mapping is step.inputs["slot_mapping"]
         assert attend.where[2] is step.inputs["block_table"]
-    pointers = {step.logits.data_ptr() for step, _, _ in runner.graphs.graphs.values()}
+    pointers = {step.logits.data_ptr() for step, _ in runner.graphs.graphs.values()}
     assert len(pointers) == 1
     assert list(runner.graphs.graphs) == [6, 4, 2, 1]
 
@@ -532,14 +563,15 @@ def test_memory_that_does_not_suffice_is_explained(model, fake_memory, monkeypat
     "setting", ["gpu_memory_utilization", "num_gpu_blocks_override", "kv_cache_memory_bytes"]
 )
 def test_graphs_that_do_not_fit_are_explained(model, fake_memory, setting):
-    def run_out(function):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+    class RunsOut(FakeCapture):
+        def __call__(self, function):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     values = {"num_gpu_blocks_override": 30, "kv_cache_memory_bytes": 1 << 20}
     wish = {setting: values[setting]} if setting in values else {}
     config = EngineConfig(device="cpu", block_size=4, max_num_batched_tokens=16, **wish)
     with pytest.raises(ValueError) as error:
-        CudaModelRunner(config, model, run_out)
+        CudaModelRunner(config, model, RunsOut())
     assert f"a smaller {setting}, or enforce_eager=True, is needed" in str(error.value)
 
 

@@ -171,11 +171,12 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 def test_tokens_and_modes(tiny, monkeypatch, one_thread):
     monkeypatch.setattr(gpu_check, "PROMPT_LENGTHS", (1, 5, 20))
-    greedy, seeded = (replace(p, max_tokens=6) for p in (gpu_check.GREEDY, gpu_check.SEEDED))
+    wishes = (gpu_check.GREEDY, gpu_check.SEEDED, replace(gpu_check.TRUNCATED, top_k=20))
+    greedy, seeded, truncated = (replace(params, max_tokens=6) for params in wishes)
     section = {}
     gpu_check.check_tokens(section, {"tiny": tiny, "shipped": ASSETS}, "cpu", greedy)
     assert all(found["right"] and found["tokens"] == 18 for found in section.values())
-    section, samplings = {}, {"greedy": greedy, "seeded": seeded}
+    section, samplings = {}, {"greedy": greedy, "seeded": seeded, "truncated": truncated}
     gpu_check.check_modes(section, {"tiny": tiny}, "cpu", samplings)
     for sampling in samplings:
         assert section["tiny"][sampling].keys() == gpu_check.MODES.keys()
@@ -240,8 +241,15 @@ def test_more_layers_than_the_cache_holds():
 
 def test_the_step(tiny, wall_clock, monkeypatch, one_thread):
     """The runner of a GPU on the CPU: a graph is a function that is called again."""
-    capture = lambda: lambda function: SimpleNamespace(replay=function)  # noqa: E731
-    monkeypatch.setattr("tinyvllm.cuda_graphs.CudaCapture", capture)
+
+    class Capture:
+        def warm_up(self, function):
+            function()
+
+        def __call__(self, function):
+            return SimpleNamespace(replay=function)
+
+    monkeypatch.setattr("tinyvllm.cuda_graphs.CudaCapture", Capture)
     monkeypatch.setattr(gpu_check, "CONTEXT", (3, 20))
     monkeypatch.setattr(gpu_check, "TIMED_DTYPE", "float32")
     section = {}

@@ -17,7 +17,15 @@ from tinyvllm.gpt2 import GPT2, Attend, resolve_device
 from tinyvllm.model_runner import ModelRunner, step_arrays
 from tinyvllm.overlap import OverlappedEngine
 from tinyvllm.request import GREEDY_BELOW
-from tinyvllm.sampler import draw, row_keys, sample, scale, token_keys
+from tinyvllm.sampler import (
+    draw,
+    row_keys,
+    sample,
+    scale,
+    sort_descending,
+    token_keys,
+    truncation_bars,
+)
 
 ALIGNMENT = 16  # bytes; for a pointer that is no multiple of 16, Triton compiles a kernel anew
 
@@ -64,6 +72,8 @@ def padding_rows(size: int, table_width: int) -> dict[str, np.ndarray]:
         "block_table": np.full((size, table_width), NULL_BLOCK_ID, np.int32),
         "slot_mapping": np.full(size, NULL_BLOCK_ID, np.int64),  # the null block's first slot
         "temperatures": np.zeros(size, np.float32),
+        "top_ks": np.zeros(size, np.int64),
+        "top_ps": np.ones(size, np.float32),
         "min_ps": np.zeros(size, np.float32),
         "seeds": np.zeros(size, np.int64),
         "output_indices": np.zeros(size, np.int64),
@@ -91,32 +101,55 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def draw_random_rows(token_ids: Tensor, logits: Tensor, tokens: Tensor, inputs: dict) -> None:
+SORTED_AT_ONCE = 64  # rows
+
+
+def truncate(scaled: Tensor, top_ks: Tensor, top_ps: Tensor) -> None:
+    """Make what top-k and top-p leave out -inf, in place. `scaled` `[R, V]`, the others `[R]`; a
+    row that is not cut has 0 and 1. As in `sample`, without asking the host anything."""
+    vocab_size = scaled.shape[1]
+    top_ks = top_ks.masked_fill((top_ks <= 0) | (top_ks > vocab_size), vocab_size)
+    parts = (tensor.split(SORTED_AT_ONCE) for tensor in (scaled, top_ks, top_ps))
+    for rows, ks, ps in zip(*parts, strict=True):
+        bars, _ = truncation_bars(sort_descending(rows), None, ks, ps)
+        rows.masked_fill_(rows < bars, -torch.inf)
+
+
+def draw_random_rows(token_ids: Tensor, logits: Tensor, tokens: Tensor, inputs: dict, cut: bool):
     """Replace the greedy `token_ids` int64 `[R]` of random rows by draws; `logits` float32
     `[R, V]` are used up. As in `sample`, without asking the host anything.
 
     tokens: `token_keys` of the vocabulary; inputs: the tensors temperatures, min_ps, seeds and
-    output_indices by name.
+    output_indices by name, and top_ks and top_ps if there are rows to `cut`.
     """
     greedy = inputs["temperatures"] < GREEDY_BELOW
     scale(logits, inputs["temperatures"].masked_fill(greedy, 1.0), inputs["min_ps"])
+    if cut:
+        truncate(logits, inputs["top_ks"], inputs["top_ps"])
     rows = row_keys(inputs["seeds"], inputs["output_indices"])
     token_ids.copy_(token_ids.where(greedy, draw(logits, rows, tokens)))
 
 
-def draws_from_all(batch: SamplingBatch, vocab_size: int) -> bool:
-    """Whether a greedy choice and a draw from the whole vocabulary are all that the rows want."""
+def draws_only(batch: SamplingBatch) -> bool:
+    """Whether no row wants logits to be edited, or log-probabilities."""
+    others = (batch.allowed, batch.forbidden, batch.biased, batch.penalized, batch.logprob_rows)
+    return not any(map(len, others))
+
+
+def draw_of(batch: SamplingBatch, vocab_size: int) -> str | None:
+    """Which of a `DecodeStep`'s draws the rows need; None if all are greedy."""
+    random = batch.temperatures >= GREEDY_BELOW
     top_k = (batch.top_ks > 0) & (batch.top_ks < vocab_size)
-    cut = (batch.temperatures >= GREEDY_BELOW) & (top_k | (batch.top_ps < 1))
-    edits = (batch.allowed, batch.forbidden, batch.biased, batch.penalized)
-    return not (cut.any() or any(map(len, edits)) or len(batch.logprob_rows))
+    if (random & (top_k | (batch.top_ps < 1))).any():
+        return "draw_truncated"
+    return "draw" if random.any() else None
 
 
 class DecodeStep:
     """A decode step of `size` rows over memory that stays where it is.
 
-    `forward` and `draw` read and write nothing else, take no decision and never wait, so they can
-    be captured. Outputs are shared by the steps of all sizes: only one runs at a time.
+    `forward` and the draws read and write nothing else, take no decision and never wait, so they
+    can be captured. Outputs are shared by the steps of all sizes: only one runs at a time.
 
     Args:
         runner: a `CudaModelRunner` that has its cache.
@@ -146,8 +179,12 @@ class DecodeStep:
         torch.argmax(self.logits, dim=-1, out=self.token_ids)
 
     def draw(self) -> None:
-        """Draw the tokens of random rows, after `forward`."""
-        draw_random_rows(self.token_ids, self.logits, self.tokens, self.inputs)
+        """Draw the tokens of random rows, after `forward`, from the whole vocabulary."""
+        draw_random_rows(self.token_ids, self.logits, self.tokens, self.inputs, False)
+
+    def draw_truncated(self) -> None:
+        """The same where some rows have top-k or top-p."""
+        draw_random_rows(self.token_ids, self.logits, self.tokens, self.inputs, True)
 
 
 class CudaCapture:
@@ -176,14 +213,18 @@ class CudaCapture:
         return graph
 
 
+CAPTURED = ("forward", "draw", "draw_truncated")  # methods of `DecodeStep`
+
+
 class DecodeGraphs:
-    """Decode steps of all padded sizes, each captured twice: up to the likeliest tokens, and the
-    draw of random rows. vLLM: v1/cudagraph_dispatcher.py, v1/worker/gpu/cudagraph_utils.py.
+    """Decode steps of all padded sizes, each captured in parts: up to the likeliest tokens, and two
+    ways to draw for random rows. vLLM: v1/cudagraph_dispatcher.py,
+    v1/worker/gpu/cudagraph_utils.py.
 
     Args:
         runner: a `CudaModelRunner` that has its cache.
-        capture: `capture(function)` returns an object whose `replay()` repeats the function. If
-            it has a method `warm_up`, that runs a function before any is captured.
+        capture: `capture(function)` returns an object whose `replay()` repeats the function.
+            `capture.warm_up(function)` runs it; it is called before anything is captured.
     """
 
     def __init__(self, runner, capture):
@@ -193,11 +234,13 @@ class DecodeGraphs:
         # The largest first: the others find all the scratch memory that they need in the pool. It
         # is shared, yet graphs may be replayed in any order: inputs, logits and ids lie outside.
         steps = [DecodeStep(runner, size, *outputs) for size in reversed(self.sizes)]
-        warm_up = getattr(capture, "warm_up", lambda function: function())
         for step in steps:  # on padding alone
-            warm_up(step.forward)
-            warm_up(step.draw)
-        self.graphs = {s.size: (s, capture(s.forward), capture(s.draw)) for s in steps}
+            for name in CAPTURED:
+                capture.warm_up(getattr(step, name))
+        self.graphs = {
+            step.size: (step, {name: capture(getattr(step, name)) for name in CAPTURED})
+            for step in steps
+        }
 
     def fit(self, batch: ExecutionBatch) -> bool:
         """Whether a batch is one token of each sequence, sampled, and not too many of them."""
@@ -208,15 +251,16 @@ class DecodeGraphs:
     def run(self, batch: ExecutionBatch) -> tuple[Tensor, ModelRunnerOutput]:
         """`ModelRunner.run` of a batch that fits, from the smallest graph with enough rows."""
         num_seqs, sampling = len(batch.seq_lens), batch.sampling
-        step, forward, drawing = self.graphs[min(s for s in self.sizes if s >= num_seqs)]
+        step, graphs = self.graphs[min(s for s in self.sizes if s >= num_seqs)]
         step.fill(batch)
-        forward.replay()
-        if not draws_from_all(sampling, self.runner.vocab_size):
+        graphs["forward"].replay()
+        if not draws_only(sampling):
             mode = self.runner.config.logprobs_mode
             token_ids, logprobs = sample(step.logits[:num_seqs], sampling, mode)
             return token_ids, ModelRunnerOutput([], logprobs)
-        if (sampling.temperatures >= GREEDY_BELOW).any():
-            drawing.replay()
+        drawing = draw_of(sampling, self.runner.vocab_size)
+        if drawing is not None:
+            graphs[drawing].replay()
         return step.token_ids[:num_seqs], ModelRunnerOutput([])
 
 
@@ -348,8 +392,8 @@ class CudaModelRunner(ModelRunner):
     def run_decodes(self, size: int) -> None:
         """A decode step of padding, as it will be captured."""
         step = DecodeStep(self, size, *self.decode_outputs(size))
-        step.forward()
-        step.draw()
+        for name in CAPTURED:
+            getattr(step, name)()
 
     def kv_memory(self) -> tuple[int, str]:
         """Bytes that `gpu_memory_utilization` leaves beside the model and the largest step."""

@@ -9,16 +9,19 @@ import shutil
 
 import pytest
 
-from tests.pages.built import PAGES, missing, page_name
+from tests.pages.built import PAGES, missing, page_name, pages_to_visit
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `page` runs once for every built page."""
-    if "page" in metafunc.fixturenames:
-        pages = PAGES or [pytest.param(None, marks=pytest.mark.skip("no pages: run make book"))]
-        metafunc.parametrize("page", pages, ids=page_name if PAGES else None)
+    """A test that takes `page` runs for every built page, one that takes `visited` for those that
+    the browser visits."""
+    for name, pages in (("page", PAGES), ("visited", pages_to_visit())):
+        if name in metafunc.fixturenames:
+            if not pages:
+                pages = [pytest.param(None, marks=pytest.mark.skip("no pages: run make book"))]
+            metafunc.parametrize(name, pages, ids=page_name if PAGES else None)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Every page in a real browser, from file:// and offline: nothing is asked of the network, the figures
+"""The pages in a real browser, from file:// and offline: nothing is asked of the network, the figures
 answer, and axe finds no violation of WCAG 2.2 A and AA, in light and in dark."""
 
 import pytest
@@ -74,12 +74,12 @@ def violations(tab) -> list[str]:
     return found
 
 
-def test_page_works_offline_and_is_accessible(tab, page):
+def test_page_works_offline_and_is_accessible(tab, visited):
     """One visit for all, since to load a page is half of the work."""
     if not AXE.is_file():
         missing("axe-core is not installed: npm install --no-save axe-core")
     tab.emulate_media(color_scheme="light")
-    tab.goto(page.as_uri())
+    tab.goto(visited.as_uri())
     assert dead_steppers(tab) == []
     assert dead_explorers(tab) == []
     assert violations(tab) == []
