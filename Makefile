@@ -6,6 +6,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 BOOK := $(BIN)/jupyter-book build . --toc book/_toc.yml -W -n --keep-going --all
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# What is imported is compiled once, and not in each of the many processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 # Two processes test at a time, and models this small only lose by handing work to other threads.
 test refresh: export OMP_NUM_THREADS := 1
 test refresh: export NUMBA_NUM_THREADS := 1
