@@ -110,6 +110,28 @@ def test_a_story_knows_its_probability(grammar):
     assert teller.nats == pytest.approx(grammar.math.log(2 * 2 * 3 * 4))
 
 
+# ------------------------------------------------------------------------------- the training
+
+
+def test_which_targets_weigh_more(grammar, tokenizer):
+    """A carried word when it comes back, a token within a word, and one that comes twice."""
+    tokens = tokenizer.encode(" Clara nodded. Clara")
+    assert tokens.tokens == ["ĠClara", "Ġno", "d", "d", "ed", ".", "ĠClara"]
+    clara = tuple(tokens.ids[:1])
+    plan = grammar.Round(steps=1, peak=1.0, mixed=True, trait_weight=1.0)
+    plan = grammar.replace(plan, piece_weight=2.0, double_weight=9.0)
+    pieces = set(tokens.ids[2:5])
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    row = [*tokens.ids, eos, clara[0]]
+    weights = grammar.target_weights(row, {clara[0]: [(clara, 5.0)]}, pieces, plan, eos)
+    assert weights == [1, 2, 9, 9, 1, 5, 1, 1]  # from the second token on; a new story forgets
+
+
+def test_mean_weights(grammar):
+    states = [{"a": 1.0, "b": -2.0}, {"a": 2.0, "b": 0.0}, {"a": 6.0, "b": 5.0}]
+    assert grammar.mean_weights(states) == {"a": 3.0, "b": 1.0}
+
+
 # ---------------------------------------------------------------------------------- the files
 
 
@@ -166,8 +188,8 @@ def test_held_out_stories_are_not_much_less_likely_than_the_grammar_says(grammar
     tokens = sum(n for _, n in losses)
     model_nats = sum(loss for loss, _ in losses) / tokens
     grammar_nats = sum(story.nats for story in told) / tokens
-    assert model_nats < 0.3
-    assert model_nats < 1.15 * grammar_nats
+    assert model_nats < 0.28
+    assert model_nats < 1.08 * grammar_nats
 
 
 def test_all_positions_are_trained(grammar, model, tokenizer):
@@ -201,5 +223,5 @@ def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model,
 def test_the_evidence_describes_this_model(model):
     evidence = json.loads((ROOT / "book" / "data" / "tiny_gpt2.json").read_text())
     assert evidence["parameters"] == model.num_parameters()
-    assert evidence["held_out"]["perplexity"] < 1.32
+    assert evidence["held_out"]["perplexity"] < 1.3
     assert len(evidence["samples"]) == 10
