@@ -2,6 +2,7 @@
 so the tests decide it before any of them is."""
 
 import os
+import signal
 
 import pytest
 
@@ -9,6 +10,10 @@ from book.tools.refresh import has_cuda
 
 if not has_cuda():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts jobs in the background with Ctrl-C ignored, and the tests of Ctrl-C would wait for it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
