@@ -28,7 +28,9 @@ The file holds one JSON object:
     attention       {"KERNEL x SEQUENCES": microseconds a layer, bytes, operations, share_of_copy
                     (of the copy's bandwidth), share_of_floor}
     step            {"MODE x SEQUENCES": step_ms, from batch to tokens on the host; device_ms of
-                    it, on the device alone; bytes, operations, floor_ms, times_floor (of step_ms)}
+                    it, on the device alone; bytes, operations, floor_ms, times_floor (of step_ms);
+                    random_step_ms and top_p_step_ms, where tokens are drawn from all, and with
+                    top-p 0.9 from the many that a random model leaves}
     engine          {mode: tokens_per_second, seconds of every run}
     transformers    the same for `generate` with a static cache and SDPA
     aims            [{aim, value, met}], value and met null where nothing was measured
@@ -61,7 +63,7 @@ import triton
 import tinyvllm.triton_attention as kernels
 from tinyvllm.attention import PagedKVCache, reference_paged_attention
 from tinyvllm.config import EngineConfig
-from tinyvllm.cuda_graphs import CudaModelRunner, truncate
+from tinyvllm.cuda_graphs import CudaModelRunner
 from tinyvllm.execution_batch import (
     ExecutionBatch,
     SamplingBatch,
@@ -388,30 +390,45 @@ def generate(llm: LLM, prompts: list[list[int]], params) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def bars(scaled: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """What a scaled logit `[N, V]` must reach to pass top-k and top-p, `[N, 1]`; not the sampler's
+    own code, which is judged with it."""
+    values = scaled.double().sort(dim=1, descending=True).values
+    values = values[:, :top_k] if top_k > 0 else values
+    probabilities = values.softmax(dim=1)
+    before = probabilities.cumsum(dim=1) - probabilities
+    kept = (before < top_p).sum(dim=1, keepdim=True).clamp(min=1)
+    return values.gather(1, kept - 1)
+
+
 @torch.inference_mode()
 def token_gaps(model, prompt: list[int], token_ids: list[int], params: SamplingParams):
     """How far below the best token each one is, by the model's scores after all before it.
 
     Without a gap anywhere they are what the model generates. With a temperature the scores are the
-    scaled logits, cut by top-k and top-p, with the noise of that seed added: the largest is the
-    token drawn.
+    scaled logits with the noise of that seed added: the largest is the token drawn. Where top-k and
+    top-p cut, a tie may be one with the bar: the token must pass the lowest bar within the
+    tolerance, and beat what passes the highest one.
     """
     ids = torch.tensor([prompt + token_ids], device=model.device)
+    chosen = ids[0, len(prompt) :, None]
     scores = model(ids).logits[0, len(prompt) - 1 : -1].float()
     if params.temperature:
         every = torch.arange(len(token_ids), device=scores.device)
         rows = row_keys(torch.full_like(every, params.seed), every)
         noise = gumbel_noise(rows, token_keys(torch.arange(scores.shape[1], device=scores.device)))
         temperatures = scores.new_full((len(scores),), params.temperature)
-        scores = scale(scores.clone(), temperatures)
-        truncate(
-            scores,
-            torch.full_like(every, params.top_k),
-            torch.full_like(temperatures, params.top_p),
-        )
-        scores += noise
-    chosen = scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return (scores.amax(dim=1) - chosen).tolist()
+        scaled = scale(scores.clone(), temperatures)
+        scores = scaled + noise
+    own = scores.gather(1, chosen)
+    if params.top_k > 0 or params.top_p < 1:
+        lowest = bars(scaled, params.top_k, params.top_p + GAP_TOLERANCE) - GAP_TOLERANCE
+        highest = bars(scaled, params.top_k, params.top_p - GAP_TOLERANCE) + GAP_TOLERANCE
+        rivals = scores.masked_fill(scaled < highest, -torch.inf).amax(dim=1, keepdim=True)
+        gaps = torch.maximum(rivals - own, lowest - scaled.gather(1, chosen)).clamp(min=0)
+    else:
+        gaps = scores.amax(dim=1, keepdim=True) - own
+    return gaps[:, 0].tolist()
 
 
 def judge(gaps: list[float], tolerance: float = GAP_TOLERANCE) -> dict:
@@ -878,10 +895,12 @@ def table(report: dict) -> str:
         shares = f"{row['share_of_copy']:10.0%}{row['share_of_floor']:10.0%}"
         lines.append(f"{name:24}{row['microseconds']:10.1f}{shares}")
     if report.get("step"):
-        lines.append(f"\n{'decode step':24}{'ms':>10}{'device':>10}{'floor':>10}{'times':>8}")
+        columns = ("ms", "device", "floor", "times", "random", "top-p")
+        lines.append(f"\n{'decode step':24}" + "".join(f"{column:>10}" for column in columns))
     for name, row in report.get("step", {}).items():
         times = f"{row['step_ms']:10.3f}{row['device_ms']:10.3f}{row['floor_ms']:10.3f}"
-        lines.append(f"{name:24}{times}{row['times_floor']:8.1f}")
+        draws = f"{row['random_step_ms']:10.3f}{row['top_p_step_ms']:10.3f}"
+        lines.append(f"{name:24}{times}{row['times_floor']:10.1f}{draws}")
     lines.append("")
     for part in ("engine", "transformers"):
         for name, row in report.get(part, {}).items():
