@@ -40,7 +40,7 @@ class EngineConfig:
     scheduler_reserve_full_isl: bool = True  #: admit only what fits whole, not its first chunk
     logprobs_mode: str = "raw_logprobs"  #: before or, "processed_logprobs", after sampling params
     enforce_eager: bool = False  #: on a GPU, launch kernel by kernel, without CUDA graphs
-    async_scheduling: bool = False  #: plan a step while the one before it runs
+    async_scheduling: bool = False  #: prepare a step while the one before it runs
 
     def __post_init__(self):
         self._check_fields()

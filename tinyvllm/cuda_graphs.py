@@ -1,4 +1,4 @@
-"""The runner of a GPU: one copy and one launch for a whole decode step, planned while the last one
+"""The runner of a GPU: one copy and one launch for a whole decode step, prepared while the last one
 runs.
 
 Built, step by step, in notebooks/13_cuda_graphs.ipynb.
@@ -70,7 +70,7 @@ def padding_rows(size: int, table_width: int) -> dict[str, np.ndarray]:
         "query_start_loc": np.arange(size + 1, dtype=np.int32),
         "seq_lens": np.ones(size, np.int32),
         "block_table": np.full((size, table_width), NULL_BLOCK_ID, np.int32),
-        "slot_mapping": np.full(size, NULL_BLOCK_ID, np.int64),  # the null block's first slot
+        "slot_mapping": np.full(size, NULL_BLOCK_ID, np.int64),  # its first slot: 0 times any size
         "temperatures": np.zeros(size, np.float32),
         "top_ks": np.zeros(size, np.int64),
         "top_ps": np.ones(size, np.float32),
@@ -377,7 +377,7 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def step_memory(self) -> int:
-        """Bytes that the largest step takes beside the model, and the largest graph beside it."""
+        """Bytes that the largest step takes beside the model, and then the largest graph."""
         config = self.config
         num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         num_tokens = min(config.max_num_batched_tokens, num_seqs * config.max_model_len)
@@ -396,7 +396,7 @@ class CudaModelRunner(ModelRunner):
             getattr(step, name)()
 
     def kv_memory(self) -> tuple[int, str]:
-        """Bytes that `gpu_memory_utilization` leaves beside the model and the largest step."""
+        """Bytes that `gpu_memory_utilization` leaves beside the model and `step_memory`."""
         config, size = self.config, f"max_num_batched_tokens={self.config.max_num_batched_tokens}"
         try:
             needed = self.step_memory()
