@@ -421,7 +421,7 @@ def token_gaps(model, prompt: list[int], token_ids: list[int], params: SamplingP
         scaled = scale(scores.clone(), temperatures)
         scores = scaled + noise
     own = scores.gather(1, chosen)
-    if params.top_k > 0 or params.top_p < 1:
+    if params.temperature and (params.top_k > 0 or params.top_p < 1):
         lowest = bars(scaled, params.top_k, params.top_p + GAP_TOLERANCE) - GAP_TOLERANCE
         highest = bars(scaled, params.top_k, params.top_p - GAP_TOLERANCE) + GAP_TOLERANCE
         rivals = scores.masked_fill(scaled < highest, -torch.inf).amax(dim=1, keepdim=True)

@@ -1595,54 +1595,25 @@ class Round:
     double_weight: float = 1.0  # of such a token if it comes twice, and of what follows
 
 
+CARRY = Round(
+    steps=3500,
+    peak=0.6,
+    mixed=True,
+    trait_weight=4.0,
+    word_weight=2.0,
+    phrase_weight=2.0,
+    place_weight=4.0,
+)
+SPELL = replace(CARRY, kind_weight=8.0, piece_weight=2.0)
 ROUNDS = (
     Round(steps=5000, peak=1.0, mixed=False, trait_weight=4.0, drill_share=0.15),
     Round(steps=2000, peak=0.6, mixed=False, trait_weight=30.0),
     Round(steps=2200, peak=0.6, mixed=True, trait_weight=12.0, word_weight=6.0),
     Round(steps=6000, peak=0.8, mixed=True, trait_weight=12.0, phrase_weight=4.0),
-    Round(
-        steps=3500,
-        peak=0.6,
-        mixed=True,
-        trait_weight=4.0,
-        word_weight=2.0,
-        phrase_weight=2.0,
-        place_weight=4.0,
-    ),
-    Round(
-        steps=6000,
-        peak=0.6,
-        mixed=True,
-        trait_weight=4.0,
-        word_weight=2.0,
-        phrase_weight=2.0,
-        place_weight=4.0,
-        kind_weight=8.0,
-        piece_weight=2.0,
-    ),
-    Round(
-        steps=1800,
-        peak=0.4,
-        mixed=True,
-        trait_weight=4.0,
-        word_weight=2.0,
-        phrase_weight=3.0,
-        place_weight=4.0,
-        kind_weight=8.0,
-        double_weight=20.0,
-    ),
-    Round(
-        steps=1800,
-        peak=0.4,
-        mixed=True,
-        trait_weight=4.0,
-        word_weight=2.0,
-        phrase_weight=2.0,
-        place_weight=2.0,
-        kind_weight=4.0,
-        piece_weight=2.0,
-        double_weight=30.0,
-    ),
+    CARRY,
+    replace(SPELL, steps=6000),
+    replace(SPELL, steps=1800, peak=0.4, phrase_weight=3.0, piece_weight=1.0, double_weight=20.0),
+    replace(SPELL, steps=1800, peak=0.4, place_weight=2.0, kind_weight=4.0, double_weight=30.0),
 )
 AVERAGED = 3  # last rounds whose weights are averaged
 SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
@@ -1752,8 +1723,10 @@ def batches(tokenizer, seed: int, plan: Round):
         ids = [packed_row(source, tokenizer, tokens + 1, rng.random() < 0.5) for _ in range(rows)]
         starts = [[rng.choice(places)] for _ in range(rows)]
         positions = torch.tensor(starts) + torch.arange(tokens)
-        weights = [target_weights(row, carried, pieces, plan, eos) for row in ids]
-        weights = torch.ones(rows, tokens) if last else torch.tensor(weights)
+        if last:
+            weights = torch.ones(rows, tokens)
+        else:
+            weights = torch.tensor([target_weights(row, carried, pieces, plan, eos) for row in ids])
         yield torch.tensor(ids), positions, weights
 
 

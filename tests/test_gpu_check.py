@@ -140,17 +140,20 @@ def test_gaps_see_another_token():
     answer[3] = (answer[3] + 1) % 97
     gaps = gpu_check.token_gaps(model, prompt, answer, gpu_check.GREEDY)
     assert gaps[:3] == [0, 0, 0] and gaps[3] > gpu_check.GAP_TOLERANCE
+    cut = replace(gpu_check.GREEDY, top_k=1, top_p=0.5)  # means nothing without a temperature
+    assert gpu_check.token_gaps(model, prompt, answer, cut) == gaps
 
 
-def answers_of(logits: list[float], params) -> tuple[int, SimpleNamespace]:
-    """What the sampler draws from the same logits in every step, and a model that gives them."""
-    drawn, _ = sample(torch.tensor([logits]), make_sampling([params]))
+def drawn(logits: list[float], params) -> int:
+    """The first token that the sampler draws from these logits."""
+    return sample(torch.tensor([logits]), make_sampling([params]))[0].item()
 
-    class Model(SimpleNamespace):
-        def __call__(self, ids):
-            return SimpleNamespace(logits=torch.tensor([[logits] * ids.shape[1]]))
 
-    return drawn.item(), Model(device="cpu")
+class Same(SimpleNamespace):
+    """A model that has the same logits for every token."""
+
+    def __call__(self, ids):
+        return SimpleNamespace(logits=torch.tensor([[self.logits] * ids.shape[1]]))
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.7}, {"top_k": 3, "top_p": 0.7}])
@@ -158,22 +161,22 @@ def answers_of(logits: list[float], params) -> tuple[int, SimpleNamespace]:
 def test_a_tie_at_the_bar_is_a_tie(cut, seed):
     """The second and the third token are so close that a rounding error says which one stays: both
     answers are right, and the last token is not."""
-    params = gpu_check.replace(gpu_check.SEEDED, temperature=1.0, seed=seed, **cut)
+    params = replace(gpu_check.SEEDED, temperature=1.0, seed=seed, **cut)
     for second, third in ((1.00001, 1.0), (1.0, 1.00001)):
-        drawn, _ = answers_of([1.2, second, third, -3.0], params)
-        _, oracle = answers_of([1.2, 1.00001, 1.0, -3.0], params)
-        assert gpu_check.judge(gpu_check.token_gaps(oracle, [0], [drawn], params))["right"]
+        answer = drawn([1.2, second, third, -3.0], params)
+        oracle = Same(device="cpu", logits=[1.2, 1.00001, 1.0, -3.0])
+        assert gpu_check.judge(gpu_check.token_gaps(oracle, [0], [answer], params))["right"]
         assert not gpu_check.judge(gpu_check.token_gaps(oracle, [0], [3], params))["right"]
 
 
 def test_a_token_that_the_cut_leaves_out_is_found():
     """Without the cut another token would be drawn."""
-    logits, found = [2.0, 1.9, 1.0, 0.5], 0
+    model, found = Same(device="cpu", logits=[2.0, 1.9, 1.0, 0.5]), 0
     for seed in range(40):
-        params = gpu_check.replace(gpu_check.SEEDED, temperature=1.0, seed=seed)
-        free, model = answers_of(logits, params)
-        cut = gpu_check.replace(params, top_k=2)
-        right, _ = answers_of(logits, cut)
+        params = replace(gpu_check.SEEDED, temperature=1.0, seed=seed)
+        free = drawn(model.logits, params)
+        cut = replace(params, top_k=2)
+        right = drawn(model.logits, cut)
         assert gpu_check.judge(gpu_check.token_gaps(model, [0], [right], cut))["right"]
         if free != right:
             found += not gpu_check.judge(gpu_check.token_gaps(model, [0], [free], cut))["right"]

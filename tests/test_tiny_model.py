@@ -118,8 +118,8 @@ def test_which_targets_weigh_more(grammar, tokenizer):
     tokens = tokenizer.encode(" Clara nodded. Clara")
     assert tokens.tokens == ["ĠClara", "Ġno", "d", "d", "ed", ".", "ĠClara"]
     clara = tuple(tokens.ids[:1])
-    plan = grammar.Round(steps=1, peak=1.0, mixed=True, trait_weight=1.0)
-    plan = grammar.replace(plan, piece_weight=2.0, double_weight=9.0)
+    weights = {"trait_weight": 1.0, "piece_weight": 2.0, "double_weight": 9.0}
+    plan = grammar.Round(steps=1, peak=1.0, mixed=True, **weights)
     pieces = set(tokens.ids[2:5])
     eos = tokenizer.token_to_id("<|endoftext|>")
     row = [*tokens.ids, eos, clara[0]]

@@ -28,5 +28,8 @@ def pages_to_visit() -> list[Path]:
     return [p for p in PAGES if p in longest or p.name == "index.html" or p.parent not in GENERATED]
 
 
+VISITED = pages_to_visit()
+
+
 def page_name(page: Path) -> str:
     return page.relative_to(SITE).as_posix()

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from tests.pages.built import PAGES, missing, page_name, pages_to_visit
+from tests.pages.built import PAGES, VISITED, missing, page_name
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -17,7 +17,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 def pytest_generate_tests(metafunc):
     """A test that takes `page` runs for every built page, one that takes `visited` for those that
     the browser visits."""
-    for name, pages in (("page", PAGES), ("visited", pages_to_visit())):
+    for name, pages in (("page", PAGES), ("visited", VISITED)):
         if name in metafunc.fixturenames:
             if not pages:
                 pages = [pytest.param(None, marks=pytest.mark.skip("no pages: run make book"))]
