@@ -67,6 +67,7 @@ ANIMALS = choices(
     "rabbit mouse hedgehog squirrel otter badger fox bear hare mole frog goose goat cat puppy "
     "beaver duckling lamb"
 )
+KINDS = (*ANIMALS, "girl", "boy")
 
 # Article-free phrase after "lived", the phrase used later, four spots, three people of the place.
 PLACES = {
@@ -1501,6 +1502,11 @@ def carried_words() -> list[str]:
     return [*GIRLS, *BOYS, *FRIEND_NAMES, *OBJECTS, *TRAITS, *adjectives]
 
 
+def signals() -> list[str]:
+    """What one does with each object to call from afar, up to the first pronoun."""
+    return [signal.split("|")[0].split(" {")[0] for *_, signal in OBJECTS.values() if signal]
+
+
 def carried_phrases() -> list[str]:
     """The same for what takes several words: helpers, hiding places, events, prizes and tools."""
     of_places = [
@@ -1593,6 +1599,10 @@ class Round:
     kind_weight: float = 1.0  # of a fox, girl or boy that comes back
     piece_weight: float = 1.0  # of a token that goes on with a word
     double_weight: float = 1.0  # of such a token if it comes twice, and of what follows
+    an_weight: float = 1.0  # of "an" before a carried word that comes back
+    signal_weight: float = 1.0  # of how the hero calls with the object, which the object decides
+    kindless_share: float = 1.0  # of the stories in which no kind comes back, those that are told
+    mean_of: int = 1  # rounds, this one the last: it ends with the mean of the weights after each
 
 
 CARRY = Round(
@@ -1605,6 +1615,19 @@ CARRY = Round(
     place_weight=4.0,
 )
 SPELL = replace(CARRY, kind_weight=8.0, piece_weight=2.0)
+COUNT = replace(SPELL, steps=1800, peak=0.4, place_weight=2.0, double_weight=30.0)
+KIND = Round(
+    steps=2500,
+    peak=0.4,
+    mixed=True,
+    trait_weight=4.0,
+    phrase_weight=3.0,
+    place_weight=4.0,
+    kind_weight=40.0,
+    piece_weight=2.0,
+    double_weight=30.0,
+    kindless_share=0.5,
+)
 ROUNDS = (
     Round(steps=5000, peak=1.0, mixed=False, trait_weight=4.0, drill_share=0.15),
     Round(steps=2000, peak=0.6, mixed=False, trait_weight=30.0),
@@ -1613,9 +1636,11 @@ ROUNDS = (
     CARRY,
     replace(SPELL, steps=6000),
     replace(SPELL, steps=1800, peak=0.4, phrase_weight=3.0, piece_weight=1.0, double_weight=20.0),
-    replace(SPELL, steps=1800, peak=0.4, place_weight=2.0, kind_weight=4.0, double_weight=30.0),
+    replace(COUNT, kind_weight=4.0, mean_of=3),
+    replace(COUNT, steps=2000, kind_weight=40.0, kindless_share=0.2),
+    replace(KIND, steps=3000, kindless_share=0.2),
+    replace(KIND, steps=2500, signal_weight=10.0, an_weight=20.0),
 )
-AVERAGED = 3  # last rounds whose weights are averaged
 SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
 
 DRILLS = (
@@ -1645,9 +1670,14 @@ def drills(seed: int) -> Iterator[str]:
         yield " ".join(rng.choice(DRILLS).format(**slots) for _ in range(8))
 
 
-def story_texts(seed: int, held_out: bool) -> Iterator[str]:
-    """The texts of `stories`."""
-    return (story.text for story in stories(seed, held_out))
+def story_texts(seed: int, held_out: bool, kindless_share: float = 1.0) -> Iterator[str]:
+    """The texts of `stories`: all in which a kind comes back, and a share of the others."""
+    rng = random.Random(seed + 777)
+    a_kind = re.compile(rf" ({'|'.join(KINDS)})\b")
+    for story in stories(seed, held_out):
+        kinds = a_kind.findall(story.text)
+        if len(set(kinds)) < len(kinds) or rng.random() < kindless_share:
+            yield story.text
 
 
 def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bool) -> list[int]:
@@ -1659,34 +1689,52 @@ def packed_row(source: Iterator[str], tokenizer, length: int, start_with_eos: bo
     return row[:length]
 
 
-def target_weights(
-    row: list[int],
-    carried: dict[int, list[tuple[tuple, float]]],
-    pieces: set[int],
-    plan: Round,
-    eos: int,
-) -> list[float]:
-    """For each target its weight: 1, more in the middle of a word, and more in a carried phrase
-    that its story has named before.
+class TargetWeights:
+    """How much each target of a row counts: 1, more in the middle of a word, and more in a carried
+    phrase that its story has named before."""
 
-    `carried` has (phrase, weight) by the first token of the phrase, a tuple of token ids; `pieces`
-    are the tokens that go on with a word.
-    """
-    named, weights = set(), [plan.piece_weight if i in pieces else 1.0 for i in row]
-    for i in range(1, len(row)):
-        if row[i] in pieces and row[i] == row[i - 1]:
-            for j in range(i, min(i + 2, len(row))):
-                weights[j] = max(weights[j], plan.double_weight)
-    for i, token_id in enumerate(row):
-        if token_id == eos:
-            named = set()
-        for phrase, weight in carried.get(token_id, ()):
-            if tuple(row[i : i + len(phrase)]) == phrase:
-                if phrase in named:
-                    for j in range(i, i + len(phrase)):
-                        weights[j] = max(weights[j], weight)
-                named.add(phrase)
-    return weights[1:]
+    def __init__(self, tokenizer, plan: Round):
+        def ids_of(phrase: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(f" {phrase}").ids)
+
+        weight_of = {ids_of(phrase): plan.phrase_weight for phrase in carried_phrases()}
+        weight_of |= {ids_of(place): plan.place_weight for place in PLACES}
+        for word in carried_words():
+            if len(ids := ids_of(word)) == 1:
+                weight_of[ids] = plan.trait_weight if word in TRAITS else plan.word_weight
+        weight_of |= {ids_of(kind): plan.kind_weight for kind in KINDS}
+        self.given = {ids_of(signal) for signal in signals()}  # need not be named before
+        weight_of |= dict.fromkeys(self.given, plan.signal_weight)
+        self.carried: dict[int, list[tuple[tuple, float]]] = {}  # by the first token of the phrase
+        for phrase, weight in weight_of.items():
+            self.carried.setdefault(phrase[0], []).append((phrase, weight))
+        # Tokens that go on with a word.
+        self.pieces = {i for word, i in tokenizer.get_vocab().items() if word[0].islower()}
+        self.eos, self.an, self.plan = tokenizer.token_to_id(EOS), ids_of("an")[0], plan
+
+    def of(self, row: list[int]) -> list[float]:
+        """The weights of `row[1:]`."""
+        weights = [self.plan.piece_weight if i in self.pieces else 1.0 for i in row]
+
+        def weigh(start: int, stop: int, weight: float) -> None:
+            for i in range(start, min(stop, len(row))):
+                weights[i] = max(weights[i], weight)
+
+        for i in range(1, len(row)):
+            if row[i] in self.pieces and row[i] == row[i - 1]:
+                weigh(i, i + 2, self.plan.double_weight)
+        named = set(self.given)
+        for i, token_id in enumerate(row):
+            if token_id == self.eos:
+                named = set(self.given)
+            for phrase, weight in self.carried.get(token_id, ()):
+                if tuple(row[i : i + len(phrase)]) == phrase:
+                    if phrase in named:
+                        weigh(i, i + len(phrase), weight)
+                        if row[i - 1 : i] == [self.an]:
+                            weigh(i - 1, i, self.plan.an_weight)
+                    named.add(phrase)
+        return weights[1:]
 
 
 def batches(tokenizer, seed: int, plan: Round):
@@ -1694,23 +1742,9 @@ def batches(tokenizer, seed: int, plan: Round):
     tokens]), once a step."""
     import torch
 
-    eos = tokenizer.token_to_id(EOS)
-    weight_of = {}
-    for phrase in carried_phrases():
-        weight_of[tuple(tokenizer.encode(f" {phrase}").ids)] = plan.phrase_weight
-    for place in PLACES:
-        weight_of[tuple(tokenizer.encode(f" {place}").ids)] = plan.place_weight
-    for word in carried_words():
-        ids = tuple(tokenizer.encode(f" {word}").ids)
-        if len(ids) == 1:
-            weight_of[ids] = plan.trait_weight if word in TRAITS else plan.word_weight
-    for kind in (*ANIMALS, "girl", "boy"):
-        weight_of[tuple(tokenizer.encode(f" {kind}").ids)] = plan.kind_weight
-    carried: dict[int, list[tuple[tuple, float]]] = {}
-    for phrase, weight in weight_of.items():
-        carried.setdefault(phrase[0], []).append((phrase, weight))
-    pieces = {i for word, i in tokenizer.get_vocab().items() if word[0].islower()}
-    told, drilled, rng = story_texts(seed, False), drills(seed), random.Random(seed)
+    target_weights = TargetWeights(tokenizer, plan)
+    told = story_texts(seed, False, plan.kindless_share)
+    drilled, rng = drills(seed), random.Random(seed)
     for step in range(plan.steps):
         last = step >= plan.steps * (1 - LAST_SHARE)
         full = rng.random() < FULL_SHARE if plan.mixed else last
@@ -1726,7 +1760,7 @@ def batches(tokenizer, seed: int, plan: Round):
         if last:
             weights = torch.ones(rows, tokens)
         else:
-            weights = torch.tensor([target_weights(row, carried, pieces, plan, eos) for row in ids])
+            weights = torch.tensor([target_weights.of(row) for row in ids])
         yield torch.tensor(ids), positions, weights
 
 
@@ -1933,7 +1967,7 @@ def build(args: argparse.Namespace, log=print) -> None:
         for step, tokens, loss in train(model, tokenizer, args.seed + number, plan, log):
             curve.append((number, step, tokens, loss))
         ends.append({name: weight.clone() for name, weight in model.state_dict().items()})
-    model.load_state_dict(mean_weights(ends[-AVERAGED:]))
+        model.load_state_dict(mean_weights(ends[-plan.mean_of :]))
     wall, cpu = time.time() - started, time.process_time() - cpu_started
     model.config.activation_function = "gelu_new"
     model.save_pretrained(args.out)

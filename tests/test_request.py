@@ -256,6 +256,17 @@ def test_an_unknown_field_is_an_error():
             "prompt_token_ids must be a list of integers",
         ),
         ("sampling_params", [None, {}, 16], "sampling_params must be a SamplingParams"),
+        ("prompt", [5, b"text", ["text"]], "prompt must be None or a string"),
+        (
+            "arrival_time",
+            [None, "now", -1.0, float("nan"), True],
+            "arrival_time must be a number from 0.0 to inf",
+        ),
+        (
+            "bad_words_token_ids",
+            ["hot", [5], [[]], [[5], [-1]], [["a"]], {}],
+            "bad_words_token_ids must be None or a list of lists of token ids",
+        ),
     ],
 )
 def test_a_request_of_the_wrong_types_is_refused(field, values, message):

@@ -114,17 +114,44 @@ def test_a_story_knows_its_probability(grammar):
 
 
 def test_which_targets_weigh_more(grammar, tokenizer):
-    """A carried word when it comes back, a token within a word, and one that comes twice."""
-    tokens = tokenizer.encode(" Clara nodded. Clara")
-    assert tokens.tokens == ["ĠClara", "Ġno", "d", "d", "ed", ".", "ĠClara"]
-    clara = tuple(tokens.ids[:1])
-    weights = {"trait_weight": 1.0, "piece_weight": 2.0, "double_weight": 9.0}
-    plan = grammar.Round(steps=1, peak=1.0, mixed=True, **weights)
-    pieces = set(tokens.ids[2:5])
-    eos = tokenizer.token_to_id("<|endoftext|>")
-    row = [*tokens.ids, eos, clara[0]]
-    weights = grammar.target_weights(row, {clara[0]: [(clara, 5.0)]}, pieces, plan, eos)
-    assert weights == [1, 2, 9, 9, 1, 5, 1, 1]  # from the second token on; a new story forgets
+    """A carried word that comes back, and its "an"; a signal always; tokens within a word."""
+    plan = grammar.Round(
+        steps=1,
+        peak=1.0,
+        mixed=True,
+        trait_weight=7.0,
+        word_weight=5.0,
+        piece_weight=2.0,
+        double_weight=9.0,
+        an_weight=6.0,
+        signal_weight=3.0,
+    )
+    weights = grammar.TargetWeights(tokenizer, plan)
+
+    def weighed(text):
+        encoded = tokenizer.encode(text)
+        return list(zip(encoded.tokens[1:], weights.of(encoded.ids), strict=True))
+
+    assert weighed(" Clara nodded. Clara<|endoftext|> Clara") == [
+        ("Ġno", 1), ("d", 2), ("d", 9), ("ed", 9), (".", 1), ("ĠClara", 5),
+        ("<|endoftext|>", 1), ("ĠClara", 1),
+    ]  # fmt: skip
+    first, *_, second = (w for token, w in weighed(" was an honest, an honest") if token == "Ġan")
+    assert (first, second) == (1, 6)
+    assert {w for _, w in weighed(" Nora beat the drum again and again")} == {3}
+
+
+def test_stories_in_which_a_kind_comes_back_are_told_more_often(grammar):
+    def comes_back(text):
+        kinds = re.findall(rf" ({'|'.join(grammar.KINDS)})\b", text)
+        return any(kinds.count(kind) > 1 for kind in kinds)
+
+    told = list(islice(grammar.story_texts(3, held_out=False), 300))
+    assert told == [story.text for story in islice(grammar.stories(3, held_out=False), 300)]
+    chosen = set(islice(grammar.story_texts(3, held_out=False, kindless_share=0.2), 300))
+    assert all(text in chosen for text in told if comes_back(text))
+    others = [text in chosen for text in told if not comes_back(text)]
+    assert 0.1 < sum(others) / len(others) < 0.3
 
 
 def test_mean_weights(grammar):
@@ -218,6 +245,32 @@ def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model,
         traits += [trait == story.trait for trait in named]
     assert hero_kept >= len(told) - 1
     assert sum(traits) >= 0.9 * len(traits)
+
+
+@pytest.mark.parametrize("what", ["kind", "article", "signal"])
+def test_late_sentences_know_who_the_hero_is_and_what_the_object_does(
+    grammar, model, tokenizer, what
+):
+    """A goose is not called a squirrel two hundred tokens later, and no mirror is blown."""
+    import torch
+
+    signals = "|".join(grammar.signals())
+    kinds = "|".join(grammar.KINDS)
+    pattern = {
+        "kind": rf"(?:Another|job for an? \w+|tale of the \w+|[Ww]hat an? \w+)( (?:{kinds}))\b",
+        "article": r"What( an?) \w+ (?:girl|boy|hare|fox)",
+        "signal": rf"Then [A-Z]\w+( (?:{signals}))",
+    }[what]
+    right = []
+    for story in islice(grammar.stories(12, held_out=True), 400):
+        for match in re.finditer(pattern, story.text):
+            before = tokenizer.encode(story.text[: match.start(1)]).ids
+            said = tokenizer.encode(match[1]).ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*before, *said]])).logits[0]
+            right.append(logits[len(before) - 1 : -1].argmax(-1).tolist() == said)
+    assert len(right) >= 20
+    assert sum(right) >= 0.9 * len(right), f"{sum(right)} of {len(right)}"
 
 
 def test_the_evidence_describes_this_model(model):

@@ -4,6 +4,7 @@ Built, step by step, in notebooks/04_block_pool.ipynb.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 NULL_BLOCK_ID = 0  # never handed out: the harmless target of padding
 
@@ -39,7 +40,7 @@ class FreeList:
 
     The links are fields of the blocks, so a block is removed from the middle without a
     search, and nothing is allocated (`FreeKVCacheBlockQueue` in vllm/v1/core/kv_cache_utils.py).
-    One extra block, the anchor, closes the ring, so that no operation has an edge case.
+    One extra block, the anchor, closes the ring, so that linking and unlinking have no edge case.
     """
 
     def __init__(self, blocks: Iterable[Block]):
@@ -178,7 +179,8 @@ class BlockPool:
 
     def check_invariants(self):
         """Raise an AssertionError that names the first broken rule."""
-        free_ids = [block.block_id for block in self.free_list]
+        # A damaged list may run in circles: look at no more blocks than there are.
+        free_ids = [block.block_id for block in islice(self.free_list, len(self.blocks))]
         if len(free_ids) != len(set(free_ids)) or len(free_ids) != self.num_free:
             raise AssertionError(f"the free list is damaged: {free_ids}, count {self.num_free}")
         if NULL_BLOCK_ID in free_ids or self.blocks[NULL_BLOCK_ID].ref_count:

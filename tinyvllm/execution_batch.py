@@ -110,8 +110,8 @@ class ModelRunnerOutput:
 
     Attributes:
         sampled_token_ids: R ids, in the order of `logits_indices`.
-        logprobs: for `sampling.logprob_rows`; None if there are none.
-        prompt_logprobs: for `prompt_logits_indices`; None if there are none.
+        logprobs: for `sampling.logprob_rows`; None or empty if there are none.
+        prompt_logprobs: for `prompt_logits_indices`; None or empty if there are none.
     """
 
     sampled_token_ids: list[int]

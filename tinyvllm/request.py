@@ -175,12 +175,12 @@ class SamplingParams:
 
 
 def plain(value: object) -> object:
-    """A NumPy number as Python's: the engine adds, shifts and hashes without limits."""
+    """A NumPy integer as Python's: the engine adds, shifts and hashes without limits."""
     return int(value) if is_integer(value) else value
 
 
 def make_plain(frozen: object) -> None:
-    """Make the numbers in the fields of a frozen dataclass Python's."""
+    """Make the integers in the fields of a frozen dataclass Python's."""
     for name in frozen.__dataclass_fields__:
         object.__setattr__(frozen, name, plain(getattr(frozen, name)))
 
@@ -215,6 +215,16 @@ def check_request_id(value: object) -> None:
         raise ValueError(f"request_id must be a non-empty string, got {value!r}")
 
 
+def check_words(name: str, value: object) -> None:
+    """Raise a ValueError unless `value` is None or a list of words, each of some token ids."""
+
+    def is_word(word: object) -> bool:
+        return isinstance(word, list | tuple) and bool(word) and all(map(is_token_id, word))
+
+    if value is not None and not (isinstance(value, list | tuple) and all(map(is_word, value))):
+        raise ValueError(f"{name} must be None or a list of lists of token ids, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt and how to continue it, as the engine receives it.
@@ -245,6 +255,10 @@ class Request:
             raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
+        if self.prompt is not None and not isinstance(self.prompt, str):
+            raise ValueError(f"prompt must be None or a string, got {self.prompt!r}")
+        check_real("arrival_time", self.arrival_time, 0.0, inf)
+        check_words("bad_words_token_ids", self.bad_words_token_ids)
         object.__setattr__(self, "prompt_token_ids", [plain(token_id) for token_id in ids])
 
 

@@ -43,7 +43,11 @@ class KVMemory(Protocol):
         """Find the cached prefix: the hits and how many tokens they hold. Changes nothing."""
 
     def allocate_slots(
-        self, seq: Sequence, num_new_tokens: int, hits: list, full_sequence_must_fit: bool
+        self,
+        seq: Sequence,
+        num_new_tokens: int,
+        hits: list = (),
+        full_sequence_must_fit: bool = False,
     ) -> list | None:
         """Give the sequence slots for its next tokens, all or nothing; None: they do not fit."""
 
