@@ -70,7 +70,7 @@ class AsyncEngine:
         tokenizer: text to token ids and back.
 
     Attributes:
-        mailboxes: by request id, of the consumers that have not had their last output.
+        mailboxes: by request id, of the consumers that have not left.
         dead: why the engine serves no more; None while it does.
     """
 

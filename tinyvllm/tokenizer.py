@@ -42,14 +42,14 @@ def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Read `tokenizer.json`, or else GPT-2's older pair of `vocab.json` and `merges.txt`.
 
-    Raises ModelLoadError naming the files that are missing, or the one that does not parse.
+    Raises ModelLoadError naming the files that are missing, or those that do not parse.
     """
     names = ("tokenizer.json", "vocab.json", "merges.txt")
     full, vocab, merges = (folder / name for name in names)
     missing = [file.name for file in (full, vocab, merges) if not file.is_file()]
-    file = full if full.is_file() else vocab
+    files = full if full.is_file() else f"{vocab} or {merges.name}"
     try:
-        if file == full:
+        if files == full:
             return tokenizers.Tokenizer.from_file(str(full))
         if missing == [full.name]:
             backend = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
@@ -57,7 +57,7 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
             backend.decoder = decoders.ByteLevel()
             return backend
     except Exception as error:  # the library raises nothing narrower
-        raise ModelLoadError(f"{file}: cannot be read as a tokenizer: {error}") from error
+        raise ModelLoadError(f"{files}: cannot be read as a tokenizer: {error}") from error
     raise ModelLoadError(
         f"{folder}: a tokenizer is tokenizer.json, or vocab.json and merges.txt; "
         f"missing: {', '.join(missing)}"
@@ -147,8 +147,8 @@ class Tokenizer:
         return self.to_bytes(token_ids, skip_special_tokens).decode("utf-8", "replace")
 
     def bad_words_token_ids(self, bad_words: list[str]) -> list[list[int]]:
-        """The token sequences to forbid so that no text has one of `bad_words` in it: each as it
-        begins a text, and as it follows a space.
+        """The token sequences to forbid: each of `bad_words` as it begins a text, and as it
+        follows a space. Cut into other tokens, the same letters get through.
 
         vLLM (`SamplingParams.update_from_tokenizer`) takes the second only if it has as many
         tokens as the first. Raises ValueError, naming the word, if one has no tokens.
@@ -265,8 +265,8 @@ class LogprobText:
     """Fills in the `decoded_token` of log-probabilities: what the token adds to the text there.
 
     A token that leaves a character unfinished adds nothing, one that completes it adds the
-    character, so the decoded tokens of a sequence add up to its text, less what a last token
-    leaves unfinished (U+FFFD in the text). Special tokens show.
+    character, so the decoded tokens of a sequence add up to its text, but for what a last token
+    leaves unfinished (U+FFFD in the text) or a stop string cuts off. Special tokens show.
     vLLM's (`vllm/v1/engine/logprobs.py`) agree where no token ends inside a character.
     """
 
