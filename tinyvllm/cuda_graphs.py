@@ -1,5 +1,5 @@
-"""The runner of a GPU: one copy and one launch for a whole decode step, prepared while the last one
-runs.
+"""The runner of a GPU: one copy and one launch, or two, for a whole decode step, which can be
+prepared while the last one runs.
 
 Built, step by step, in notebooks/13_cuda_graphs.ipynb.
 """

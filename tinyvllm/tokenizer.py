@@ -148,7 +148,7 @@ class Tokenizer:
 
     def bad_words_token_ids(self, bad_words: list[str]) -> list[list[int]]:
         """The token sequences to forbid: each of `bad_words` as it begins a text, and as it
-        follows a space. Cut into other tokens, the same letters get through.
+        follows a space. In other tokens the letters get through.
 
         vLLM (`SamplingParams.update_from_tokenizer`) takes the second only if it has as many
         tokens as the first. Raises ValueError, naming the word, if one has no tokens.
