@@ -1575,8 +1575,12 @@ def train_tokenizer(out: Path, seed: int, vocab_size: int = 1024, num_stories: i
 # to find their feet again there; the third mixes them in. The fourth learns to carry what takes
 # several words, and the fifth, with weights near 1, to carry only where there is something to carry.
 # The sixth learns what the hero is, and to spell: a word in several tokens is right when all are.
-# The last two learn to count to two, as in "no|d|d|ed": the model wrote "noded" and "noddded". What
-# ships is the mean of the weights after each of the last three, which is better than any of them.
+# The seventh and eighth learn to count to two, as in "no|d|d|ed": the model wrote "noded" and
+# "noddded". The mean of the weights after several rounds is better than any of them, so the next
+# round starts from it. Then the kind once more, since a goose was called a squirrel in its last
+# sentence: most stories have no such sentence, so fewer of them are told. From the eleventh round on
+# it matters also how the hero calls with the object: the model blew mirrors. What ships is the mean
+# after each of the last three.
 DRILL_ROWS = (20, 96)  # rows, tokens in a row
 SHORT_ROWS = (6, 320)
 FULL_ROWS = (2, 1024)
@@ -1601,6 +1605,7 @@ class Round:
     double_weight: float = 1.0  # of such a token if it comes twice, and of what follows
     an_weight: float = 1.0  # of "an" before a carried word that comes back
     signal_weight: float = 1.0  # of how the hero calls with the object, which the object decides
+    part_weight: float = 1.0  # of the part of the object that breaks, which the object decides
     kindless_share: float = 1.0  # of the stories in which no kind comes back, those that are told
     mean_of: int = 1  # rounds, this one the last: it ends with the mean of the weights after each
 
@@ -1616,18 +1621,17 @@ CARRY = Round(
 )
 SPELL = replace(CARRY, kind_weight=8.0, piece_weight=2.0)
 COUNT = replace(SPELL, steps=1800, peak=0.4, place_weight=2.0, double_weight=30.0)
-KIND = Round(
+KIND = replace(
+    COUNT,
     steps=2500,
-    peak=0.4,
-    mixed=True,
-    trait_weight=4.0,
+    word_weight=4.0,
     phrase_weight=3.0,
     place_weight=4.0,
     kind_weight=40.0,
-    piece_weight=2.0,
-    double_weight=30.0,
     kindless_share=0.5,
 )
+CALL = replace(KIND, signal_weight=10.0, an_weight=20.0)
+LAST = replace(CALL, place_weight=6.0, kind_weight=20.0, signal_weight=5.0, kindless_share=1.0)
 ROUNDS = (
     Round(steps=5000, peak=1.0, mixed=False, trait_weight=4.0, drill_share=0.15),
     Round(steps=2000, peak=0.6, mixed=False, trait_weight=30.0),
@@ -1638,8 +1642,11 @@ ROUNDS = (
     replace(SPELL, steps=1800, peak=0.4, phrase_weight=3.0, piece_weight=1.0, double_weight=20.0),
     replace(COUNT, kind_weight=4.0, mean_of=3),
     replace(COUNT, steps=2000, kind_weight=40.0, kindless_share=0.2),
-    replace(KIND, steps=3000, kindless_share=0.2),
-    replace(KIND, steps=2500, signal_weight=10.0, an_weight=20.0),
+    replace(KIND, steps=3000),
+    CALL,
+    LAST,
+    LAST,
+    replace(LAST, piece_weight=4.0, part_weight=10.0, mean_of=4),
 )
 SHORT_STARTS = (0, 0, 0, 0, 352, 704)  # positions of short rows: mostly where prompts begin
 
@@ -1703,8 +1710,10 @@ class TargetWeights:
             if len(ids := ids_of(word)) == 1:
                 weight_of[ids] = plan.trait_weight if word in TRAITS else plan.word_weight
         weight_of |= {ids_of(kind): plan.kind_weight for kind in KINDS}
-        self.given = {ids_of(signal) for signal in signals()}  # need not be named before
-        weight_of |= dict.fromkeys(self.given, plan.signal_weight)
+        given = {ids_of(signal): plan.signal_weight for signal in signals()}
+        given |= {ids_of(words[1]): plan.part_weight for words in OBJECTS.values()}
+        weight_of |= given
+        self.given = set(given)  # need not be named before
         self.carried: dict[int, list[tuple[tuple, float]]] = {}  # by the first token of the phrase
         for phrase, weight in weight_of.items():
             self.carried.setdefault(phrase[0], []).append((phrase, weight))
@@ -1960,7 +1969,7 @@ def build(args: argparse.Namespace, log=print) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(args.out, args.seed)
     model = new_model(args.seed)
-    started, cpu_started = time.time(), time.process_time()
+    started = time.time()
     curve, ends = [], []
     for number, plan in enumerate(ROUNDS, start=1):
         plan = replace(plan, steps=max(1, round(plan.steps * args.scale)))
@@ -1968,7 +1977,7 @@ def build(args: argparse.Namespace, log=print) -> None:
             curve.append((number, step, tokens, loss))
         ends.append({name: weight.clone() for name, weight in model.state_dict().items()})
         model.load_state_dict(mean_weights(ends[-plan.mean_of :]))
-    wall, cpu = time.time() - started, time.process_time() - cpu_started
+    wall = time.time() - started
     model.config.activation_function = "gelu_new"
     model.save_pretrained(args.out)
 
@@ -1991,7 +2000,6 @@ def build(args: argparse.Namespace, log=print) -> None:
             max(row[2] for row in curve if row[0] == i + 1) for i in range(len(ROUNDS))
         ),
         "wall_minutes": round(wall / 60, 1),
-        "cpu_minutes": round(cpu / 60, 1),
         **evaluate(model, tokenizer, seed=args.seed + 1000),
         "curve": {"columns": ["round", "step", "tokens", "loss"], "rows": curve},
     }
