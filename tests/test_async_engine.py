@@ -203,11 +203,22 @@ class TestBadCalls:
         """`n` continuations of "x" are the sequences "0_x" and so on."""
 
         async def body(engine):
+            going, execute = threading.Event(), engine.engine.runner.execute
+
+            def held(batch):
+                going.wait(30)
+                return execute(batch)
+
+            engine.engine.runner.execute = held
             many = SamplingParams(n=2, max_tokens=50, ignore_eos=True)
             good = asyncio.create_task(last_of(engine, "a fox", many, "x"))
-            await asyncio.sleep(0.01)
+            while not engine.engine.has_unfinished_requests():
+                await asyncio.sleep(0.001)
+            bad = asyncio.create_task(last_of(engine, "other", LONG, "0_x"))
+            await asyncio.sleep(0)
+            going.set()
             with pytest.raises(ValueError, match="request_id '0_x' is in use"):
-                await last_of(engine, "other", LONG, "0_x")
+                await bad
             assert [len(c.token_ids) for c in (await good).outputs] == [50, 50]
 
         run(body)
@@ -301,12 +312,15 @@ class TestSlowConsumers:
 class TestDeath:
     def test_error_in_a_step_reaches_everybody(self):
         async def body(engine):
-            def broken(batch):
+            execute = engine.engine.runner.execute
+
+            def breaks_when_all_are_there(batch):
+                if len(batch.seq_lens) < 5:
+                    return execute(batch)
                 raise MemoryError("the device is full")
 
+            engine.engine.runner.execute = breaks_when_all_are_there
             readers = [asyncio.create_task(last_of(engine, "a", LONG, f"r{i}")) for i in range(5)]
-            await asyncio.sleep(0.01)
-            engine.engine.runner.execute = broken
             for error in await asyncio.gather(*readers, return_exceptions=True):
                 assert type(error) is EngineDeadError
                 assert str(error) == "the engine died: MemoryError: the device is full"
