@@ -25,7 +25,7 @@ BAD_VALUES = {
     "max_num_batched_tokens": ([0, -8, None, 8.0, True], "an integer >= 1"),
     "max_num_seqs": ([0, None, "256", True], "an integer >= 1"),
     "enable_chunked_prefill": ([None, 0], "True or False"),
-    "scheduling_policy": (["FCFS", "fair", None], "one of fcfs, priority"),
+    "scheduling_policy": (["FCFS", "fair", None, ["fcfs"]], "one of fcfs, priority"),
     "long_prefill_token_threshold": ([-1, None, 0.5, True], "an integer >= 0"),
     "scheduler_reserve_full_isl": ([None, 1], "True or False"),
     "enforce_eager": ([None, 1, "no"], "True or False"),

@@ -439,6 +439,12 @@ def test_engine_and_runner_agree_on_the_block_size():
         Engine(EngineConfig(block_size=4), MockModelRunner())
 
 
+@pytest.mark.parametrize("eos_token_id", [-1, 1000, 1.0])
+def test_an_end_token_outside_the_vocabulary_is_refused(eos_token_id):
+    with pytest.raises(ValueError, match=r"eos_token_id must be an integer from 0 to 999, got"):
+        Engine(EngineConfig(), MockModelRunner(vocab_size=1000), eos_token_id)
+
+
 def test_an_abort_takes_a_refusal_back():
     engine = make_engine()
     engine.add_request(request("r", []))

@@ -14,7 +14,8 @@ EOS = 0
 
 
 def sequence(prompt=(1, 2, 3), output=(), bad_words=None, seed=0, index=0, **wish) -> Sequence:
-    request = Request("r", list(prompt), SamplingParams(**wish), bad_words_token_ids=bad_words)
+    params = SamplingParams(bad_words=["bad"] if bad_words else None, **wish)
+    request = Request("r", list(prompt), params, bad_words_token_ids=bad_words)
     seq = Sequence("r", request, index=index, seed=seed)
     for token_id in output:
         seq.append(token_id)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import json
 import random
 import signal
 import sys
@@ -714,6 +715,27 @@ class TestConstruction:
     def test_folder_that_is_not_there(self):
         with pytest.raises(ModelLoadError, match=r"\./nowhere: no such folder"):
             LLM("./nowhere")
+
+    def test_tokenizer_that_is_no_folder(self, folder):
+        with pytest.raises(ModelLoadError, match=r"a folder or a hub id is a string .*, got 5"):
+            LLM(folder, tokenizer=5)
+
+    def test_end_token_outside_the_vocabulary_is_none(self, folder, tmp_path):
+        """As in a config that kept the default 50256 beside a smaller vocabulary."""
+        for file in folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 50256}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        llm = LLM(tmp_path, device="cpu", num_gpu_blocks_override=20)
+        assert llm.engine.scheduler.eos_token_id is None
+        params = [GREEDY, replace(GREEDY, min_tokens=5), GREEDY]
+        outputs = generate(llm, ["a fox", "a hen", "a fox"], params)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 12, 12]
+
+    def test_a_huge_token_id_harms_nobody(self, llm):
+        bad, good = generate(llm, [[10**5000], "a fox"])
+        assert "got an integer of thousands of digits" in bad.error
+        assert good.outputs[0].token_ids == generate(llm, "a fox")[0].outputs[0].token_ids
 
     def test_folder_without_tokenizer(self, folder, tmp_path):
         for name in ("config.json", "model.safetensors"):

@@ -267,6 +267,7 @@ def test_an_unknown_field_is_an_error():
             ["hot", [5], [[]], [[5], [-1]], [["a"]], {}],
             "bad_words_token_ids must be None or a list of lists of token ids",
         ),
+        ("bad_words_token_ids", [[[5]]], "bad_words_token_ids need bad_words"),
     ],
 )
 def test_a_request_of_the_wrong_types_is_refused(field, values, message):
@@ -282,10 +283,25 @@ def test_a_request_is_data():
     request = Request("r0", ids, params, prompt="a b")
     ids.append(3)
     assert request.prompt_token_ids == [1, 2]
+    words, banning = [[4]], SamplingParams(bad_words=["a"])
+    request = Request("r0", [1], banning, bad_words_token_ids=words)
+    words[0].append("boom")
+    assert request.bad_words_token_ids == [[4]]
+    request = Request("r0", [1, 2], params, prompt="a b")
     assert Request("r0", (1, 2), params, prompt="a b") == request
     assert copy.deepcopy(request) == request == pickle.loads(pickle.dumps(request))
     with pytest.raises(dataclasses.FrozenInstanceError):
         request.request_id = "r1"
+
+
+@pytest.mark.parametrize(
+    "field", ["n", "temperature", "stop_token_ids", "detokenize", "cache_salt"]
+)
+def test_an_integer_that_python_does_not_print_is_refused_in_words(field):
+    with pytest.raises(
+        ValueError, match=f"{field} must be .*got an integer of thousands of digits"
+    ):
+        SamplingParams(**{field: [10**5000] if field == "stop_token_ids" else 10**5000})
 
 
 def test_the_engine_judges_token_ids_not_the_request():

@@ -247,30 +247,34 @@ def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model,
     assert sum(traits) >= 0.9 * len(traits)
 
 
-@pytest.mark.parametrize("what", ["kind", "article", "signal"])
+@pytest.mark.parametrize("what", ["kind", "article", "signal", "wish"])
 def test_late_sentences_know_who_the_hero_is_and_what_the_object_does(
     grammar, model, tokenizer, what
 ):
-    """A goose is not called a squirrel two hundred tokens later, and no mirror is blown."""
+    """A goose is not called a squirrel two hundred tokens later, no mirror is blown, and nobody is
+    lost whom the hero could not call with the object."""
     import torch
 
     signals = "|".join(grammar.signals())
     kinds = "|".join(grammar.KINDS)
     pattern = {
         "kind": rf"(?:Another|job for an? \w+|tale of the \w+|[Ww]hat an? \w+)( (?:{kinds}))\b",
-        "article": r"What( an?) \w+ (?:girl|boy|hare|fox)",
+        "article": rf"(?:What|job for)( an?) \w+ (?:{kinds})",
         "signal": rf"Then [A-Z]\w+( (?:{signals}))",
+        "wish": r"\. (?:One|Then)[^.]*, [A-Z]\w+( wanted to have)",
     }[what]
     right = []
     for story in islice(grammar.stories(12, held_out=True), 400):
+        if what == "wish" and grammar.OBJECTS[story.noun][3]:
+            continue  # the object can call, so the friend may be lost as well
         for match in re.finditer(pattern, story.text):
             before = tokenizer.encode(story.text[: match.start(1)]).ids
             said = tokenizer.encode(match[1]).ids
             with torch.no_grad():
                 logits = model(torch.tensor([[*before, *said]])).logits[0]
             right.append(logits[len(before) - 1 : -1].argmax(-1).tolist() == said)
-    assert len(right) >= 20
-    assert sum(right) >= 0.9 * len(right), f"{sum(right)} of {len(right)}"
+    assert len(right) >= 8
+    assert sum(right) >= 0.95 * len(right), f"{sum(right)} of {len(right)}"
 
 
 def test_the_evidence_describes_this_model(model):

@@ -419,11 +419,17 @@ class TestFiles:
             Tokenizer.from_pretrained(tmp_path)
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-    @pytest.mark.parametrize("content", ["", "{", "[]"])
+    @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
     def test_broken_files_are_named(self, tmp_path, name, content):
         BACKEND.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / name).write_text(content)
-        with pytest.raises(ModelLoadError, match=rf"{name}: cannot be read"):
+        with pytest.raises(ModelLoadError, match=rf"{name}: (cannot be read|must hold a JSON obj)"):
+            Tokenizer.from_pretrained(tmp_path)
+
+    def test_both_files_of_a_broken_pair_are_named(self, tmp_path):
+        BACKEND.model.save(str(tmp_path))
+        (tmp_path / "merges.txt").write_text("#version: 0.2\nno such pair\n")
+        with pytest.raises(ModelLoadError, match=r"vocab\.json or merges\.txt: cannot be read"):
             Tokenizer.from_pretrained(tmp_path)
 
     def test_another_kind_of_vocabulary_is_refused(self):

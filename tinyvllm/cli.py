@@ -226,10 +226,10 @@ class StoryPrinter:
             print("\n" if self.order else "", flush=True)
 
 
-def complain(message: str):
+def complain(message: str, begin: str = ""):
     """One line on standard error. Where even that fails there is nobody left to tell."""
     try:
-        print(f"tinyvllm: {message}", file=sys.stderr, flush=True)
+        print(f"{begin}tinyvllm: {message}", file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
 
@@ -359,8 +359,7 @@ def main(argv: list[str] | None = None) -> int:
         complain(str(error))
         return 2
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        complain("interrupted")
+        complain("interrupted", begin="\n")
         return 130
     except BrokenPipeError:  # the reader has gone, as in `tinyvllm generate ... | head -1`
         discard(sys.stdout)

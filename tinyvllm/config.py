@@ -6,7 +6,15 @@ Built, step by step, in notebooks/03_scheduler.ipynb.
 import re
 from dataclasses import dataclass, replace
 
-from tinyvllm.request import INT64_MAX, INT64_MIN, check_flag, check_integer, check_real, make_plain
+from tinyvllm.request import (
+    INT64_MAX,
+    INT64_MIN,
+    check_flag,
+    check_integer,
+    check_real,
+    make_plain,
+    shown,
+)
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = r"auto|cpu|cuda(:[0-9]+)?"
@@ -47,10 +55,10 @@ class EngineConfig:
 
     def _check_fields(self):
         if self.model is not None and (not isinstance(self.model, str) or not self.model):
-            raise ValueError(f"model must be None or a non-empty string, got {self.model!r}")
+            raise ValueError(f"model must be None or a non-empty string, got {shown(self.model)}")
         check_choice("dtype", self.dtype, DTYPES)
         if not isinstance(self.device, str) or not re.fullmatch(DEVICES, self.device):
-            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+            raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}")
         check_integer("seed", self.seed, INT64_MIN, INT64_MAX)
         for name in ("max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) is not None:
@@ -92,5 +100,5 @@ class EngineConfig:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise a ValueError that names field, value and choices unless `value` is one of them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")

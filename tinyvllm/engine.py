@@ -26,6 +26,7 @@ from tinyvllm.request import (
     check_integer,
     check_request_id,
     is_token_id,
+    shown,
 )
 from tinyvllm.scheduler import Scheduler, SchedulerOutput
 from tinyvllm.sequence import Sequence
@@ -153,6 +154,8 @@ class Engine:
     def __init__(self, config: EngineConfig, runner: Runner, eos_token_id: int | None = None):
         self.config = config.resolve(runner.max_model_len)
         check_integer("block_size", config.block_size, runner.block_size, runner.block_size)
+        if eos_token_id is not None:
+            check_integer("eos_token_id", eos_token_id, 0, runner.vocab_size - 1)
         self.runner = runner
         self.kv = KVCacheManager(
             runner.num_blocks, self.config.block_size, self.config.enable_prefix_caching
@@ -174,7 +177,9 @@ class Engine:
         for token_id in prompt:
             if not is_token_id(token_id) or token_id >= self.runner.vocab_size:
                 largest = self.runner.vocab_size - 1
-                return f"prompt_token_ids must be integers from 0 to {largest}, got {token_id!r}"
+                return (
+                    f"prompt_token_ids must be integers from 0 to {largest}, got {shown(token_id)}"
+                )
         if len(prompt) + 1 > max_model_len:
             return (
                 f"prompt_token_ids must hold at most {max_model_len - 1} tokens "
@@ -187,7 +192,7 @@ class Engine:
         """Why no token could be chosen as the request wishes; None if one can."""
         params, bad_words = request.sampling_params, request.bad_words_token_ids
         if params.bad_words and bad_words is None:
-            return f"bad_words need a tokenizer, which the engine has not, got {params.bad_words!r}"
+            return f"bad_words need a tokenizer, which the engine has not, got {shown(params.bad_words)}"
         bad_words = bad_words or []
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),

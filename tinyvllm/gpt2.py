@@ -328,6 +328,8 @@ def find_model(name_or_path: str | Path | None) -> Path:
     """
     if name_or_path is None:
         return ASSETS
+    if not isinstance(name_or_path, str | Path):
+        raise ModelLoadError(f"a folder or a hub id is a string or a Path, got {name_or_path!r}")
     # os.path, since pathlib raises where the name is too long, or ~ a user that nobody is.
     folder = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(folder):

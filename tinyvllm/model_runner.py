@@ -63,8 +63,9 @@ class ModelRunner:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, if the model has one."""
-        return self.model.config.eos_token_id
+        """The token that ends a text; None if the model's vocabulary has none."""
+        token_id = self.model.config.eos_token_id
+        return token_id if token_id is not None and token_id < self.vocab_size else None
 
     def free_memory(self) -> int:
         """Bytes that the device could give now."""

@@ -20,11 +20,23 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def shown(value: object) -> str:
+    """Its `repr`, for a message; Python has none for integers of thousands of digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "an integer of thousands of digits"
+
+
 def check_integer(name: str, value: object, low: int, high: float = inf) -> None:
-    """Raise a ValueError that names field, value and range unless `low <= value <= high`."""
-    if not is_integer(value) or not low <= value <= high:
-        allowed = f"an integer >= {low}" if high == inf else f"an integer from {low} to {high}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    """Raise a ValueError that names field, value and range unless `low <= value <= high`, and
+    `value` fits into 64 bits, as in all arrays."""
+    most = min(high, INT64_MAX)
+    if not is_integer(value) or not low <= value <= most:
+        huge = is_integer(value) and value > INT64_MAX
+        bounded = high != inf or huge
+        allowed = f"an integer from {low} to {most}" if bounded else f"an integer >= {low}"
+        raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
 def check_real(name: str, value: object, low: float, high: float, above: bool = False) -> None:
@@ -36,13 +48,13 @@ def check_real(name: str, value: object, low: float, high: float, above: bool = 
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high or (above and value == low):
         allowed = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise ValueError(f"{name} must be a number {allowed}, got {value!r}")
+        raise ValueError(f"{name} must be a number {allowed}, got {shown(value)}")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise a ValueError that names field and value unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -133,12 +145,12 @@ class SamplingParams:
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.stop and self.detokenize is False:
-            raise ValueError(f"stop must be None with detokenize=False, got {self.stop!r}")
+            raise ValueError(f"stop must be None with detokenize=False, got {shown(self.stop)}")
 
     def _check_the_rest(self):
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, dict) or not all(map(is_token_id, bias)):
-            raise ValueError(f"logit_bias must be None or a dict by token id, got {bias!r}")
+            raise ValueError(f"logit_bias must be None or a dict by token id, got {shown(bias)}")
         for token_id, value in bias.items():
             check_real(f"logit_bias[{token_id}]", value, -100.0, 100.0)
         bias = {int(token_id): float(value) for token_id, value in bias.items()}
@@ -153,7 +165,7 @@ class SamplingParams:
         check_integer("priority", self.priority, INT32_MIN, INT32_MAX)
         if self.cache_salt is not None and not is_text(self.cache_salt):
             raise ValueError(
-                f"cache_salt must be None or a non-empty string of valid Unicode, got {self.cache_salt!r}"
+                f"cache_salt must be None or a non-empty string of valid Unicode, got {shown(self.cache_salt)}"
             )
 
     @property
@@ -187,7 +199,7 @@ def make_plain(frozen: object) -> None:
 
 def is_token_id(value: object) -> bool:
     """Whether `value` can be a token id; how many there are only the model knows."""
-    return is_integer(value) and value >= 0
+    return is_integer(value) and 0 <= value <= INT64_MAX
 
 
 def is_text(value: object) -> bool:
@@ -205,24 +217,27 @@ def as_list(name: str, value: object, is_item: Callable[[object], bool], items: 
     if value is None:
         return []
     if not isinstance(value, list | tuple | set) or not all(map(is_item, value)):
-        raise ValueError(f"{name} must be None or a list of {items}, got {value!r}")
+        raise ValueError(f"{name} must be None or a list of {items}, got {shown(value)}")
     return [plain(item) for item in dict.fromkeys(value)]
 
 
 def check_request_id(value: object) -> None:
     """Raise a ValueError unless `value` can be a request's id."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"request_id must be a non-empty string, got {value!r}")
+        raise ValueError(f"request_id must be a non-empty string, got {shown(value)}")
 
 
-def check_words(name: str, value: object) -> None:
-    """Raise a ValueError unless `value` is None or a list of words, each of some token ids."""
+def as_words(name: str, value: object) -> list[list[int]] | None:
+    """`value` as new lists; a ValueError unless it is None or a list of words of some token ids."""
 
     def is_word(word: object) -> bool:
         return isinstance(word, list | tuple) and bool(word) and all(map(is_token_id, word))
 
-    if value is not None and not (isinstance(value, list | tuple) and all(map(is_word, value))):
-        raise ValueError(f"{name} must be None or a list of lists of token ids, got {value!r}")
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(map(is_word, value)):
+        raise ValueError(f"{name} must be None or a list of lists of token ids, got {shown(value)}")
+    return [[plain(token_id) for token_id in word] for word in value]
 
 
 @dataclass(frozen=True)
@@ -252,14 +267,17 @@ class Request:
         check_request_id(self.request_id)
         ids, params = self.prompt_token_ids, self.sampling_params
         if not isinstance(ids, list | tuple):
-            raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r}")
+            raise ValueError(f"prompt_token_ids must be a list of integers, got {shown(ids)}")
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be a SamplingParams, got {params!r}")
+            raise ValueError(f"sampling_params must be a SamplingParams, got {shown(params)}")
         if self.prompt is not None and not isinstance(self.prompt, str):
-            raise ValueError(f"prompt must be None or a string, got {self.prompt!r}")
+            raise ValueError(f"prompt must be None or a string, got {shown(self.prompt)}")
         check_real("arrival_time", self.arrival_time, 0.0, inf)
-        check_words("bad_words_token_ids", self.bad_words_token_ids)
         object.__setattr__(self, "prompt_token_ids", [plain(token_id) for token_id in ids])
+        words = as_words("bad_words_token_ids", self.bad_words_token_ids)
+        if words and not params.bad_words:
+            raise ValueError(f"bad_words_token_ids need bad_words, got {shown(words)}")
+        object.__setattr__(self, "bad_words_token_ids", words)
 
 
 @dataclass

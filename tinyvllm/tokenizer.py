@@ -4,7 +4,6 @@ Built, step by step, in notebooks/14_tokenizer.ipynb.
 """
 
 import codecs
-import json
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from tinyvllm.gpt2 import ModelLoadError, find_model
+from tinyvllm.gpt2 import ModelLoadError, find_model, read_json
 from tinyvllm.request import CompletionOutput, Logprob, SamplingParams
 
 
@@ -69,10 +68,7 @@ def eos_token_of(folder: Path) -> str:
     path = folder / "tokenizer_config.json"
     eos_token = None
     if path.is_file():
-        try:
-            eos_token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+        eos_token = read_json(path).get("eos_token")
     if isinstance(eos_token, dict):  # some versions save the token with its flags
         eos_token = eos_token.get("content")
     if eos_token is not None and not isinstance(eos_token, str):
