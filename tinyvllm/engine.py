@@ -137,9 +137,7 @@ class StepEvent:
 
 
 class Engine:
-    """Serves many requests at once; each `step` advances everything that is scheduled.
-
-    Follows vllm/v1/engine/core.py.
+    """Serves many requests at once, all that are scheduled in each `step`; vllm/v1/engine/core.py.
 
     Args:
         config: the settings; `max_model_len` may still be open.
