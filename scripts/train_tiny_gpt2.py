@@ -1508,10 +1508,6 @@ def signals() -> list[str]:
     return [signal.split("|")[0].split(" {")[0] for *_, signal in OBJECTS.values() if signal]
 
 
-# What a friend may want. Only where the object can call from afar may a friend be lost.
-WISHES = ("wanted to have the", "wanted to take a short cut", "went out to gather")
-
-
 def carried_phrases() -> list[str]:
     """The same for what takes several words: helpers, hiding places, events, prizes and tools."""
     of_places = [
@@ -1611,7 +1607,6 @@ class Round:
     an_weight: float = 1.0  # of "an" before a carried word that comes back
     signal_weight: float = 1.0  # of how the hero calls with the object, which the object decides
     part_weight: float = 1.0  # of the part of the object that breaks, which the object decides
-    wish_weight: float = 1.0  # of what a friend wants, of which the object decides what is possible
     kindless_share: float = 1.0  # of the stories in which no kind comes back, those that are told
     mean_of: int = 1  # rounds, this one the last: it ends with the mean of the weights after each
 
@@ -1718,7 +1713,6 @@ class TargetWeights:
         weight_of |= {ids_of(kind): plan.kind_weight for kind in KINDS}
         given = {ids_of(signal): plan.signal_weight for signal in signals()}
         given |= {ids_of(words[1]): plan.part_weight for words in OBJECTS.values()}
-        given |= {ids_of(wish): plan.wish_weight for wish in WISHES}
         weight_of |= given
         self.given = set(given)  # follow from the object, so need not be named before
         self.carried: dict[int, list[tuple[tuple, float]]] = {}  # by the first token of the phrase

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -215,8 +216,8 @@ def test_held_out_stories_are_not_much_less_likely_than_the_grammar_says(grammar
     tokens = sum(n for _, n in losses)
     model_nats = sum(loss for loss, _ in losses) / tokens
     grammar_nats = sum(story.nats for story in told) / tokens
-    assert model_nats < 0.28
-    assert model_nats < 1.08 * grammar_nats
+    assert model_nats < 0.27
+    assert model_nats < 1.05 * grammar_nats
 
 
 def test_all_positions_are_trained(grammar, model, tokenizer):
@@ -247,12 +248,11 @@ def test_greedy_stories_from_unseen_openings_keep_hero_and_trait(grammar, model,
     assert sum(traits) >= 0.9 * len(traits)
 
 
-@pytest.mark.parametrize("what", ["kind", "article", "signal", "wish"])
+@pytest.mark.parametrize("what", ["kind", "article", "signal"])
 def test_late_sentences_know_who_the_hero_is_and_what_the_object_does(
     grammar, model, tokenizer, what
 ):
-    """A goose is not called a squirrel two hundred tokens later, no mirror is blown, and nobody is
-    lost whom the hero could not call with the object."""
+    """A goose is not called a squirrel two hundred tokens later, and no mirror is blown."""
     import torch
 
     signals = "|".join(grammar.signals())
@@ -261,24 +261,22 @@ def test_late_sentences_know_who_the_hero_is_and_what_the_object_does(
         "kind": rf"(?:Another|job for an? \w+|tale of the \w+|[Ww]hat an? \w+)( (?:{kinds}))\b",
         "article": rf"(?:What|job for)( an?) \w+ (?:{kinds})",
         "signal": rf"Then [A-Z]\w+( (?:{signals}))",
-        "wish": r"\. (?:One|Then)[^.]*, [A-Z]\w+( wanted to have)",
     }[what]
     right = []
     for story in islice(grammar.stories(12, held_out=True), 400):
-        if what == "wish" and grammar.OBJECTS[story.noun][3]:
-            continue  # the object can call, so the friend may be lost as well
         for match in re.finditer(pattern, story.text):
             before = tokenizer.encode(story.text[: match.start(1)]).ids
             said = tokenizer.encode(match[1]).ids
             with torch.no_grad():
                 logits = model(torch.tensor([[*before, *said]])).logits[0]
             right.append(logits[len(before) - 1 : -1].argmax(-1).tolist() == said)
-    assert len(right) >= 8
+    assert len(right) >= 20
     assert sum(right) >= 0.95 * len(right), f"{sum(right)} of {len(right)}"
 
 
-def test_the_evidence_describes_this_model(model):
+def test_the_evidence_describes_this_model(grammar, model):
     evidence = json.loads((ROOT / "book" / "data" / "tiny_gpt2.json").read_text())
     assert evidence["parameters"] == model.num_parameters()
-    assert evidence["held_out"]["perplexity"] < 1.3
+    assert evidence["rounds"] == [asdict(plan) for plan in grammar.ROUNDS]
+    assert evidence["held_out"]["perplexity"] < 1.295
     assert len(evidence["samples"]) == 10
