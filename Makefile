@@ -18,7 +18,7 @@ demo: .venv/installed
 	$(BIN)/tinyvllm generate --stats \
 	  "Once upon a time, a brave little mouse named Clara lived" \
 	  "In a small village by the sea lived" \
-	  "Long ago, there lived a clever young fox called Hugo" \
+	  "Once, a clever little fox called Hugo lived" \
 	  "Nora was a patient girl who lived"
 
 # nbval runs the notebooks: the outputs are those of a refresh, and the exercises' solutions pass.
