@@ -21,10 +21,14 @@ PREPARE = """() => {
   }
 }"""
 
-# preload: axe would fetch the style sheets again, which file:// does not allow.
-CHECK = """(runOnly) => axe.run(
-  {runOnly, resultTypes: ["violations"], preload: false}
-).then((result) => result.violations)"""
+# What fades in, such as a fold that was just opened, is looked at when it is there. preload: axe would
+# fetch the style sheets again, which file:// does not allow.
+CHECK = """(runOnly) => {
+  document.getAnimations().forEach((animation) => animation.finish());
+  return axe.run(
+    {runOnly, resultTypes: ["violations"], preload: false}
+  ).then((result) => result.violations);
+}"""
 
 
 def dead_steppers(tab) -> list[str]:
