@@ -273,6 +273,20 @@ except SystemExit as end:
         assert not {"torch", "transformers", "numba", "numpy", "tokenizers"} & set(modules)
 
 
+def test_ctrl_c_without_a_reader_of_errors(monkeypatch):
+    """Nobody reads standard error any more: the exit status still says what happened."""
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tinyvllm.cli.make_parser", interrupt)
+    with os.fdopen(writing, "w", buffering=1) as nobody:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        assert main(["generate"]) == 130
+
+
 MANY = ["Once upon a time"] * 64  # so that not all is told before what interrupts it
 
 
