@@ -1683,7 +1683,7 @@ def drills(seed: int) -> Iterator[str]:
 
 def story_texts(seed: int, held_out: bool, kindless_share: float = 1.0) -> Iterator[str]:
     """The texts of `stories`: all in which a kind comes back, and a share of the others."""
-    rng = random.Random(seed + 777)
+    rng = random.Random(seed + 777)  # not the stories' own: those stay the same
     a_kind = re.compile(rf" ({'|'.join(KINDS)})\b")
     for story in stories(seed, held_out):
         kinds = a_kind.findall(story.text)

@@ -78,6 +78,24 @@ async def idle(engine):
         await asyncio.sleep(0.001)
 
 
+async def busy(engine):
+    """Wait until the engine has something to do."""
+    while not engine.engine.has_unfinished_requests():
+        await asyncio.sleep(0.001)
+
+
+def hold(engine) -> threading.Event:
+    """Let every step of the engine wait until the event is set."""
+    going, execute = threading.Event(), engine.engine.runner.execute
+
+    def held(batch):
+        going.wait(30)
+        return execute(batch)
+
+    engine.engine.runner.execute = held
+    return going
+
+
 class TestOutputs:
     def test_snapshots_grow_to_the_whole(self):
         async def body(engine):
@@ -203,17 +221,10 @@ class TestBadCalls:
         """`n` continuations of "x" are the sequences "0_x" and so on."""
 
         async def body(engine):
-            going, execute = threading.Event(), engine.engine.runner.execute
-
-            def held(batch):
-                going.wait(30)
-                return execute(batch)
-
-            engine.engine.runner.execute = held
+            going = hold(engine)
             many = SamplingParams(n=2, max_tokens=50, ignore_eos=True)
             good = asyncio.create_task(last_of(engine, "a fox", many, "x"))
-            while not engine.engine.has_unfinished_requests():
-                await asyncio.sleep(0.001)
+            await busy(engine)
             bad = asyncio.create_task(last_of(engine, "other", LONG, "0_x"))
             await asyncio.sleep(0)
             going.set()
@@ -637,19 +648,13 @@ def test_no_exception_of_a_step_keeps_anybody_waiting(error):
 
 def test_a_loop_that_is_closed_while_a_consumer_waits_leaves_an_engine_that_can_be_shut_down():
     engine, loop = make_engine(), asyncio.new_event_loop()
-    going, execute = threading.Event(), engine.engine.runner.execute
-
-    def slow(batch):
-        going.wait(30)
-        return execute(batch)
+    going = hold(engine)
 
     async def start():
         consumer = asyncio.create_task(anext(engine.generate("a fox", LONG, "r")))
-        while not engine.engine.has_unfinished_requests():
-            await asyncio.sleep(0.01)
+        await busy(engine)
         return consumer
 
-    engine.engine.runner.execute = slow
     consumer = loop.run_until_complete(start())
     loop.close()
     going.set()

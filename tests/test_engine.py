@@ -445,6 +445,28 @@ def test_an_end_token_outside_the_vocabulary_is_refused(eos_token_id):
         Engine(EngineConfig(), MockModelRunner(vocab_size=1000), eos_token_id)
 
 
+def test_a_prefix_cache_that_was_reset_finds_nothing():
+    engine = make_engine()
+
+    def cached(name):
+        engine.add_request(request(name, range(10), max_tokens=3))
+        return finish(engine)[name].num_cached_tokens
+
+    assert [cached("first"), cached("second")] == [0, 8]
+    engine.kv.reset_prefix_cache()
+    engine.check_invariants()
+    assert [cached("third"), cached("fourth")] == [0, 8]
+
+
+def test_a_prefix_cache_in_use_is_not_reset():
+    engine = make_engine()
+    engine.add_request(request("r", range(10), max_tokens=3))
+    engine.step()
+    with pytest.raises(RuntimeError, match="cannot reset: 1 sequences hold blocks"):
+        engine.kv.reset_prefix_cache()
+    engine.check_invariants()
+
+
 def test_an_abort_takes_a_refusal_back():
     engine = make_engine()
     engine.add_request(request("r", []))

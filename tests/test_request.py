@@ -283,15 +283,17 @@ def test_a_request_is_data():
     request = Request("r0", ids, params, prompt="a b")
     ids.append(3)
     assert request.prompt_token_ids == [1, 2]
-    words, banning = [[4]], SamplingParams(bad_words=["a"])
-    request = Request("r0", [1], banning, bad_words_token_ids=words)
-    words[0].append("boom")
-    assert request.bad_words_token_ids == [[4]]
-    request = Request("r0", [1, 2], params, prompt="a b")
     assert Request("r0", (1, 2), params, prompt="a b") == request
     assert copy.deepcopy(request) == request == pickle.loads(pickle.dumps(request))
     with pytest.raises(dataclasses.FrozenInstanceError):
         request.request_id = "r1"
+
+
+def test_the_words_to_ban_are_the_requests_own():
+    words, params = [[4]], SamplingParams(bad_words=["a"])
+    request = Request("r0", [1], params, bad_words_token_ids=words)
+    words[0].append("boom")
+    assert request.bad_words_token_ids == [[4]]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class Engine:
         """Why no token could be chosen as the request wishes; None if one can."""
         params, bad_words = request.sampling_params, request.bad_words_token_ids
         if params.bad_words and bad_words is None:
-            return f"bad_words need a tokenizer, which the engine has not, got {shown(params.bad_words)}"
+            return f"bad_words need a tokenizer, which the engine has not, got {params.bad_words!r}"
         bad_words = bad_words or []
         for name, token_ids in (
             ("stop_token_ids", params.stop_token_ids),

@@ -98,8 +98,8 @@ class KVCacheManager:
         """Find the longest cached prefix: its blocks, and how many tokens they hold.
 
         Only whole blocks count, and at most `num_tokens - 1` tokens: the last token is always
-        recomputed, because its logits are needed. A sequence that wants
-        log-probabilities of its prompt finds nothing, since it must compute it. Nothing changes but the hash chain.
+        recomputed, because its logits are needed. A sequence that wants log-probabilities of its
+        prompt finds nothing, since it must compute it. Nothing changes but the hash chain.
         """
         hits: list[Block] = []
         if self.enable_caching:

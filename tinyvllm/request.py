@@ -31,11 +31,10 @@ def shown(value: object) -> str:
 def check_integer(name: str, value: object, low: int, high: float = inf) -> None:
     """Raise a ValueError that names field, value and range unless `low <= value <= high`, and
     `value` fits into 64 bits, as in all arrays."""
-    most = min(high, INT64_MAX)
-    if not is_integer(value) or not low <= value <= most:
-        huge = is_integer(value) and value > INT64_MAX
-        bounded = high != inf or huge
-        allowed = f"an integer from {low} to {most}" if bounded else f"an integer >= {low}"
+    if is_integer(value) and value > INT64_MAX:
+        high = min(high, INT64_MAX)
+    if not is_integer(value) or not low <= value <= high:
+        allowed = f"an integer >= {low}" if high == inf else f"an integer from {low} to {high}"
         raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
 
 
@@ -145,7 +144,7 @@ class SamplingParams:
                 )
             object.__setattr__(self, "allowed_token_ids", allowed)
         if self.stop and self.detokenize is False:
-            raise ValueError(f"stop must be None with detokenize=False, got {shown(self.stop)}")
+            raise ValueError(f"stop must be None with detokenize=False, got {self.stop!r}")
 
     def _check_the_rest(self):
         bias = {} if self.logit_bias is None else self.logit_bias
@@ -165,7 +164,8 @@ class SamplingParams:
         check_integer("priority", self.priority, INT32_MIN, INT32_MAX)
         if self.cache_salt is not None and not is_text(self.cache_salt):
             raise ValueError(
-                f"cache_salt must be None or a non-empty string of valid Unicode, got {shown(self.cache_salt)}"
+                "cache_salt must be None or a non-empty string of valid Unicode, got "
+                f"{shown(self.cache_salt)}"
             )
 
     @property
@@ -276,7 +276,7 @@ class Request:
         object.__setattr__(self, "prompt_token_ids", [plain(token_id) for token_id in ids])
         words = as_words("bad_words_token_ids", self.bad_words_token_ids)
         if words and not params.bad_words:
-            raise ValueError(f"bad_words_token_ids need bad_words, got {shown(words)}")
+            raise ValueError(f"bad_words_token_ids need bad_words, got {words!r}")
         object.__setattr__(self, "bad_words_token_ids", words)
 
 
